@@ -1,0 +1,175 @@
+"""The loader: a shard set in, an endless stream of decoded batches out, stopped and resumed anywhere."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from torchdata.nodes import BaseNode
+
+from dataio.batch import Batch
+from dataio.decode import Decoder, Device
+from dataio.manifest import DataError
+from dataio.order import Stream
+from dataio.reader import ShardReader, sample_ids
+from dataio.stages import OrderNode, Request, SequenceNode, Stages, Transform
+from dataio.windows import Windows
+
+
+class Loader:
+    """An endless iterator of one rank's micro-batches; epochs follow each other without a seam.
+
+    Which samples a global batch holds depends on the samples and the seed alone, not on ranks, workers or prefetch.
+    The state counts delivered batches, in samples of all ranks together, so it may be loaded at another number of
+    ranks or another micro-batch; batches that were prefetched but not delivered are read again.
+    """
+
+    def __init__(
+        self,
+        reader: ShardReader,
+        samples: Iterable[int] | None,
+        windows: Mapping[str, Sequence[int]],
+        cameras: Sequence[str] | None,
+        seed: int,
+        microbatch: int,
+        rank: int = 0,
+        ranks: int = 1,
+        workers: int = 2,
+        prefetch: int = 2,
+        device: Device = "cpu",
+        transform: Transform | None = None,
+    ):
+        """
+        samples: the ids to train on (None: all); the order runs over these.
+        windows: column key → distances in frames, see `Windows`; other columns come as single rows.
+        cameras: names of the cameras to decode (None: all).
+        microbatch: samples per batch. One optimizer step of one rank takes as many batches as it accumulates.
+        workers: threads that read, and threads that decode on the host; 0 reads in the prefetching thread.
+        prefetch: finished batches kept waiting, at least 1.
+        device: where images are decoded, "cpu" or "mixed" (the current CUDA device).
+        transform: called with each batch in the background, returns what becomes `Batch.extra` (a dict). It must
+            not keep the batch.
+        Raises DataError for values that make no sense, naming the closest ones that do.
+        """
+        if not 0 <= rank < ranks:
+            raise DataError(f"rank {rank} of {ranks} ranks: it must lie in [0, {ranks}).")
+        self._samples = sample_ids(reader, samples)
+        self._seed = seed
+        self._microbatch, self._rank, self._ranks = microbatch, rank, ranks
+        self._chain = _chain(reader, windows, cameras, microbatch, workers, prefetch, device, transform)
+        self._position = 0
+        self._stages: Stages | None = None
+        self._end: weakref.finalize | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch. Raises DataError or RuntimeError, naming the stage, where one failed; then for ever."""
+        if self._stages is None:
+            stream = Stream(len(self._samples), self._seed)
+            self._stages = self._chain(
+                OrderNode(stream, self._samples, self._microbatch, self._rank, self._ranks, self._position)
+            )
+            self._end = weakref.finalize(self, self._stages.close)
+        try:
+            batch = self._stages.next()
+        except StopIteration:
+            raise RuntimeError("the loader was closed; load_state_dict opens it again.") from None
+        self._position += self._ranks * self._microbatch
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the next batch of all ranks begins: `epoch`, `position` in it, and what these refer to
+        (`samples` per epoch, `seed`). The same on every rank that has taken as many batches."""
+        epoch, position = divmod(self._position, len(self._samples))
+        return {"epoch": epoch, "position": position, "samples": len(self._samples), "seed": self._seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from `state`, reading nothing before it. Raises DataError when it is of another order."""
+        for key, mine in (("samples", len(self._samples)), ("seed", self._seed)):
+            if state[key] != mine:
+                raise DataError(
+                    f"the loader's saved state is of an order with {key} {state[key]}, this one has {key} {mine}: "
+                    "resume with the shards, held-out episodes and seed of the run that saved it."
+                )
+        self.close()
+        self._position = state["epoch"] * state["samples"] + state["position"]
+        self._stages = None
+
+    def close(self) -> None:
+        """End the background threads. Batches that were delivered stay valid."""
+        if self._end is not None:
+            self._end()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def batches(
+    reader: ShardReader,
+    samples: Iterable[int] | None,
+    windows: Mapping[str, Sequence[int]],
+    cameras: Sequence[str] | None,
+    microbatch: int,
+    workers: int = 2,
+    prefetch: int = 2,
+    device: Device = "cpu",
+    transform: Transform | None = None,
+) -> Iterator[Batch]:
+    """Each of `samples` (ids; None: all) exactly once, in the order given: for evaluation.
+
+    The last batch may be smaller. Every sample's `epoch` is 0 and its `position` the place in `samples`. The other
+    arguments and the errors are those of `Loader`.
+    """
+    ids = sample_ids(reader, samples)
+    chain = _chain(reader, windows, cameras, microbatch, workers, prefetch, device, transform)
+    return _drain(chain(SequenceNode(ids, microbatch)))
+
+
+def _drain(stages: Stages) -> Iterator[Batch]:
+    try:
+        while True:
+            try:
+                batch = stages.next()
+            except StopIteration:
+                return
+            yield batch
+    finally:
+        stages.close()
+
+
+def _chain(
+    reader: ShardReader,
+    windows: Mapping[str, Sequence[int]],
+    cameras: Sequence[str] | None,
+    microbatch: int,
+    workers: int,
+    prefetch: int,
+    device: Device,
+    transform: Transform | None,
+) -> Callable[[BaseNode[Request]], Stages]:
+    """Check the arguments and make what lasts; returns a function from a source node to the stages behind it."""
+    for name, value, least in (
+        ("microbatch", microbatch, 1),
+        ("workers", workers, 0),
+        ("prefetch", prefetch, 1),
+    ):
+        if not isinstance(value, int) or value < least:
+            raise DataError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    manifest = reader.manifest
+    wanted = manifest.cameras if cameras is None else [manifest.camera(name) for name in cameras]
+    decoder = Decoder(wanted, microbatch, max(1, workers), device)
+    return functools.partial(
+        Stages,
+        reader=reader,
+        windows=Windows(reader, windows),
+        decoder=decoder,
+        workers=workers,
+        prefetch=prefetch,
+        transform=transform,
+    )

@@ -1,0 +1,254 @@
+"""The stages between order and batch, as torchdata nodes: order → read → decode → prepare → prefetch.
+
+order     which samples come next                                            (the source node)
+read      encoded images from the mapped tars, checked; columns and windows  (`workers` threads, in order)
+decode    pixels into a buffer of the ring                                   (DALI's threads)
+prepare   the caller's host-side transform, page-locking                     (the prefetch thread)
+prefetch  finished batches, waiting                                          (a queue)
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torchdata.nodes import BaseNode, Mapper, ParallelMapper, Prefetcher
+
+from dataio.batch import Batch
+from dataio.decode import Decoder
+from dataio.manifest import DataError
+from dataio.order import Stream
+from dataio.reader import ShardReader
+from dataio.ring import Lease, Ring
+from dataio.windows import Windows
+
+Transform = Callable[[Batch], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """The samples of one batch: ids, and where each stands in the order; int64 [B] each."""
+
+    sample: np.ndarray
+    epoch: np.ndarray
+    position: np.ndarray
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A batch before decoding: camera → B encoded images, and the rows of the columns."""
+
+    request: Request
+    images: dict[str, list[np.ndarray]]
+    columns: dict[str, np.ndarray]
+    is_pad: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error on its way to the consumer, in place of the batch it befell."""
+
+    stage: str
+    error: Exception
+
+    def reraise(self) -> None:
+        """Raise the error again with the stage's name: DataError for bad data, RuntimeError otherwise."""
+        kind = DataError if isinstance(self.error, DataError) else RuntimeError
+        text = str(self.error) if kind is DataError else f"{type(self.error).__name__}: {self.error}"
+        raise kind(f"loader stage {self.stage!r}: {text}") from self.error
+
+
+class OrderNode(BaseNode[Request]):
+    """One rank's micro-batches of the endless stream, from global stream position `start` on.
+
+    The k-th takes positions start + (k·ranks + rank)·microbatch + [0, microbatch). Any number of accumulated
+    micro-batches thus tiles the same global batch, and after every k the ranks together have taken exactly the
+    positions below start + k·ranks·microbatch: that number is the whole state.
+    """
+
+    def __init__(
+        self, stream: Stream, samples: np.ndarray, microbatch: int, rank: int, ranks: int, start: int
+    ):
+        super().__init__()
+        self._stream, self._samples = stream, samples
+        self._microbatch, self._rank, self._ranks = microbatch, rank, ranks
+        self._start = start
+
+    def reset(self, initial_state: dict[str, int] | None = None) -> None:
+        super().reset(initial_state)
+        self._next = self._start if initial_state is None else initial_state["position"]
+
+    def next(self) -> Request:
+        start = self._next + self._rank * self._microbatch
+        epoch, position, index = self._stream.at(start, self._microbatch)
+        self._next += self._ranks * self._microbatch
+        return Request(self._samples[index], epoch, position)
+
+    def get_state(self) -> dict[str, int]:
+        return {"position": self._next}
+
+
+class SequenceNode(BaseNode[Request]):
+    """Given samples once, in the order given; the last batch may be smaller. Epoch 0, position 0 … n − 1."""
+
+    def __init__(self, samples: np.ndarray, microbatch: int):
+        super().__init__()
+        self._samples, self._microbatch = samples, microbatch
+
+    def reset(self, initial_state: dict[str, int] | None = None) -> None:
+        super().reset(initial_state)
+        self._next = 0 if initial_state is None else initial_state["position"]
+
+    def next(self) -> Request:
+        position = np.arange(self._next, min(self._next + self._microbatch, len(self._samples)))
+        if not position.size:
+            raise StopIteration
+        self._next += position.size
+        return Request(self._samples[position], np.zeros_like(position), position)
+
+    def get_state(self) -> dict[str, int]:
+        return {"position": self._next}
+
+
+class Stages:
+    """The running chain behind `source`: threads start with the first `next` and end with `close`."""
+
+    def __init__(
+        self,
+        source: BaseNode[Request],
+        reader: ShardReader,
+        windows: Windows,
+        decoder: Decoder,
+        workers: int,
+        prefetch: int,
+        transform: Transform | None,
+    ):
+        self._reader, self._windows, self._decoder, self._transform = reader, windows, decoder, transform
+        # Threads start out on device 0; this process may own another one.
+        self._cuda = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._stream = torch.cuda.Stream(self._cuda) if decoder.device == "mixed" else None
+        # Spare buffers: one being filled, `prefetch` waiting, one with the consumer.
+        frames = sum(camera.height * camera.width * 3 for camera in decoder.cameras.values())
+        self._ring = Ring(decoder.batch * frames, spare=prefetch + 2, pinned=self._cuda is not None)
+        self._closed = threading.Event()
+        node: BaseNode[Any] = ParallelMapper(source, self._stage("read", self._read), num_workers=workers)
+        node = Mapper(node, self._stage("decode", self._decode))
+        node = Mapper(node, self._stage("prepare", self._prepare))
+        self._root: BaseNode[Any] | None = Prefetcher(node, prefetch)
+        self._started = False
+        self._failure: Failure | None = None
+
+    def next(self) -> Batch:
+        """The next batch. Raises StopIteration at the end of a finite source or when closed, and DataError or
+        RuntimeError naming the stage in which a batch failed."""
+        if self._failure is not None:
+            self._failure.reraise()
+        if self._root is None:
+            raise StopIteration
+        if not self._started:
+            # torchdata's workers set torch's thread count to one, for every thread that has not used it yet.
+            threads = torch.get_num_threads()
+            self._root.reset()
+            torch.set_num_threads(threads)
+            self._started = True
+            # A daemon thread inside the decoder would not survive the interpreter's end.
+            atexit.register(self.close)
+        item = next(self._root)
+        if isinstance(item, Failure):
+            self._failure = item
+            self.close()
+            item.reraise()
+        if self._stream is not None:
+            current = torch.cuda.current_stream()
+            current.wait_stream(self._stream)
+            for image in item.images.values():
+                image.record_stream(current)
+        return item
+
+    def close(self) -> None:
+        """End the threads. Work under way is finished first: a decoder must not be torn down while it runs."""
+        if self._root is None:
+            return
+        self._closed.set()
+        if self._started:
+            # Every stage passes None on from here; the first to arrive has all earlier work behind it.
+            while next(self._root, None) is not None:
+                pass
+            atexit.unregister(self.close)
+        self._root = None
+
+    def _stage(self, name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """`function` as a node's work: its errors, and those of earlier stages, go on as a Failure."""
+
+        def work(item: Any) -> Any:
+            if self._closed.is_set():
+                return None
+            if isinstance(item, Failure):
+                return item
+            try:
+                with torch.cuda.device(self._cuda) if self._cuda is not None else contextlib.nullcontext():
+                    return function(item)
+            except Exception as error:
+                return Failure(name, error)
+
+        return work
+
+    def _read(self, request: Request) -> Encoded:
+        images = self._reader.read(request.sample, list(self._decoder.cameras))
+        columns, is_pad = self._windows.gather(request.sample)
+        return Encoded(request, images, columns, is_pad)
+
+    def _decode(self, encoded: Encoded) -> Batch:
+        reader, request = self._reader, encoded.request
+        images, lease = self._buffers(len(request.sample))
+        if images:
+            self._decoder.decode(
+                encoded.images, images, lambda row: reader.locate(request.sample[row]), self._stream
+            )
+        tensor = torch.from_numpy
+        return Batch(
+            sample=tensor(request.sample),
+            epoch=tensor(request.epoch),
+            position=tensor(request.position),
+            images=images,
+            columns={key: tensor(rows) for key, rows in encoded.columns.items()},
+            is_pad={key: tensor(rows) for key, rows in encoded.is_pad.items()},
+            task=tensor(reader.task[request.sample]),
+            episode=tensor(reader.episode[request.sample]),
+            frame=tensor(reader.frame[request.sample]),
+            index=tensor(reader.index[request.sample]),
+            timestamp=tensor(reader.timestamp[request.sample]),
+            lease=lease,
+        )
+
+    def _buffers(self, batch: int) -> tuple[dict[str, torch.Tensor], Lease | None]:
+        """Where to decode to: camera → uint8 [batch, H, W, 3]. On a device torch's allocator is the ring."""
+        shapes = {
+            name: (batch, camera.height, camera.width, 3) for name, camera in self._decoder.cameras.items()
+        }
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                return {
+                    name: torch.empty(shape, dtype=torch.uint8, device=self._stream.device)
+                    for name, shape in shapes.items()
+                }, None
+        lease = self._ring.lease()
+        images, used = {}, 0
+        for name, shape in shapes.items():
+            size = math.prod(shape)
+            images[name] = lease.memory[used : used + size].view(shape)
+            used += size
+        return images, lease
+
+    def _prepare(self, batch: Batch) -> Batch:
+        if self._transform is not None:
+            batch = dataclasses.replace(batch, extra=self._transform(batch))
+        return batch.pin() if self._cuda is not None else batch

@@ -1,0 +1,1 @@
+"""Fast, exact fine-tuning of the action experts of vision-language-action policies."""

@@ -1,0 +1,87 @@
+"""What the training loop asks of a policy: prepare, prefix, expert loss, and which parameters are live.
+
+The frozen prefix is a function of the sample alone, so it is computed without autograd and may be cached; the
+expert is what trains. The loop and the prefix stage know policies only through this interface.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dataio.batch import Batch
+from dataio.manifest import Manifest
+from somaspeed.config import Config, TrainingConfig
+
+
+class PolicyError(ValueError):
+    """A policy cannot be built or trained as configured. The message says what to change."""
+
+
+class Policy[InputsT, PrefixT](abc.ABC):
+    """One vision-language-action policy with a frozen prefix and a trainable action expert.
+
+    Attributes:
+        name: the policy's LeRobot type, e.g. `pi05`.
+        cameras: the shards' cameras in the order of the model's image slots.
+        windows: per column the frame offsets that one sample needs, e.g. `{"action": range(50)}`.
+        lerobot_config: the LeRobot configuration that the policy is built from.
+        module: LeRobot's policy, once `load` has run; its parameters are trained in place.
+
+    Building one from (config, manifest, device) checks everything that needs no weights.
+    """
+
+    name: ClassVar[str]
+    cameras: list[str]
+    windows: dict[str, list[int]]
+    lerobot_config: Any
+    module: nn.Module
+
+    @abc.abstractmethod
+    def __init__(self, config: Config, manifest: Manifest, device: torch.device) -> None: ...
+
+    @abc.abstractmethod
+    def load(self) -> None:
+        """Build `module` on the device: the checkpoint's weights, or random ones of the configured size."""
+
+    @abc.abstractmethod
+    def host(self, batch: Batch) -> dict[str, Tensor]:
+        """CPU side of `prepare`, run in the loader's thread: normalised columns and text tokens, as CPU tensors."""
+
+    @abc.abstractmethod
+    def draw(self, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Noise and flow time of one sample, float32, from its own generator."""
+
+    @abc.abstractmethod
+    def prepare(self, batch: Batch) -> InputsT:
+        """The model's inputs on its device, from a batch whose `extra` holds what `host` returned."""
+
+    @abc.abstractmethod
+    def prefix(self, inputs: InputsT) -> PrefixT:
+        """What the frozen part computes of each sample: pure, without autograd, independent of the expert."""
+
+    @abc.abstractmethod
+    def expert_loss(self, prefix: PrefixT, inputs: InputsT, noise: Tensor, time: Tensor) -> Tensor:
+        """The scalar training loss, differentiable in the live parameters."""
+
+    @abc.abstractmethod
+    def live_parameters(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters that receive gradients, by their LeRobot names, in the module's order."""
+
+    @abc.abstractmethod
+    def learning_rate(self, steps: int, settings: TrainingConfig) -> Callable[[int], float]:
+        """The policy's native schedule over `steps` updates: a function from update number to learning rate."""
+
+    @abc.abstractmethod
+    def save(self, directory: Path, final: Path) -> None:
+        """Write a complete LeRobot policy directory into `directory`, which will be renamed to `final`."""
+
+    @abc.abstractmethod
+    def preview(self, inputs: InputsT) -> tuple[np.ndarray, list[str]]:
+        """What the policy sees: uint8 images [B, slots, H, W, 3] and one line of text per sample."""

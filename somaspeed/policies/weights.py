@@ -1,0 +1,69 @@
+"""Reading a LeRobot checkpoint: the file, and the check of its header before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dataio.manifest import did_you_mean
+from somaspeed.policies.base import PolicyError
+
+FILE = "model.safetensors"
+Rename = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+def find_weights(path: str) -> Path:
+    """`model.safetensors` of checkpoint directory or hub id `path`. Raises PolicyError when it is not there."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        file = directory / FILE
+        if not file.is_file():
+            raise PolicyError(f"model.path = {path}: no {FILE} in it; a LeRobot checkpoint has one.")
+        return file
+    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise PolicyError(f"model.path = {path}: no such directory, and no hub id (owner/name) either.")
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        return Path(hf_hub_download(path, FILE))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise PolicyError(
+            f"model.path = {path}: cannot fetch {FILE} from the hub: {reason}\n"
+            f"Download it where there is access (`hf download {path}`) and give the directory as model.path."
+        ) from None
+
+
+def check_header(file: Path, expected: dict[str, Tensor], rename: Rename, size: str) -> None:
+    """Compare names and shapes in the header of `file` with `expected` (meta tensors), reading no weight.
+
+    `rename` is LeRobot's own key mapping for the policy. Raises PolicyError listing what is missing, left over or of
+    another shape: a partial load would leave the rest random.
+    """
+    try:
+        with safe_open(file, framework="pt") as handle:
+            header = {key: torch.empty(handle.get_slice(key).get_shape(), device="meta") for key in handle.keys()}
+    except SafetensorError as error:
+        raise PolicyError(f"{file}: not a readable safetensors file: {error}") from None
+    found = rename(header)
+    missing = sorted(expected.keys() - found.keys())
+    unknown = sorted(found.keys() - expected.keys())
+    shapes = [key for key in sorted(expected.keys() & found.keys()) if expected[key].shape != found[key].shape]
+    if not (missing or unknown or shapes):
+        return
+    lines = [f"{file}: its tensors are not those of this policy at model.size = {size!r}; refusing a partial load."]
+    for label, keys in (("missing", missing), ("not the policy's", unknown)):
+        if keys:
+            lines.append(f"  {len(keys)} {label}: {', '.join(keys[:3])}{' …' if len(keys) > 3 else ''}")
+    for key in shapes[:3]:
+        lines.append(f"  {key}: {list(found[key].shape)} in the file, {list(expected[key].shape)} in the policy")
+    if len(shapes) > 3:
+        lines.append(f"  … and {len(shapes) - 3} more of another shape")
+    if missing and unknown:
+        lines.append(f"  {missing[0]}{did_you_mean(missing[0], unknown[:50])}")
+    raise PolicyError("\n".join(lines))

@@ -1,0 +1,88 @@
+"""The preflight: what will be trained on what, and whether it fits, before weights are read."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from dataio.manifest import DataError, Manifest
+from dataio.reader import ShardReader
+from somaspeed.config import Config
+from somaspeed.policies.base import Policy
+
+
+def report(config: Config, reader: ShardReader, policy: Policy, training: int, held_out: int, ranks: int) -> None:
+    """Print data, mapping, ranges and batch arithmetic of a run.
+
+    Raises DataError for statistics that are not finite and for a full disk.
+    """
+    manifest, console = reader.manifest, Console(highlight=False, soft_wrap=True)
+    check_statistics(manifest)
+    check_disk(Path(config.output))
+    model = config.model
+    weights = model.path or f"random, seed {config.training.seed}"
+    console.print(f"policy   {model.name} ({model.size}, {model.dtype}), weights: {weights}")
+    console.print(
+        f"shards   {manifest.name}: {manifest.samples} samples, {len(manifest.episodes)} episodes, "
+        f"{len(manifest.tasks)} tasks, {manifest.fps:g} fps, {manifest.codec.name}, "
+        f"rotated {manifest.rotation}° while sharding"
+    )
+    if manifest.quarantined:
+        console.print(f"         {len(manifest.quarantined)} episode(s) were quarantined while sharding")
+    accumulation = config.accumulation(ranks)
+    total = config.training.microbatch * ranks * accumulation
+    epochs = config.training.steps * total / training
+    console.print(
+        f"batch    {config.training.microbatch} × {ranks} rank(s) × {accumulation} = {total}; {training} training "
+        f"samples, {held_out} held out; {config.training.steps} steps = {epochs:.1f} epochs"
+    )
+    if total > training:
+        console.print("         the batch is larger than the data: samples repeat within it")
+    for camera, key in zip(policy.cameras, policy.lerobot_config.image_features, strict=False):
+        shape = manifest.camera(camera)
+        console.print(f"camera   {camera} ({shape.height}×{shape.width}) → {key}")
+    for key, offsets in policy.windows.items():
+        seconds = len(offsets) / manifest.fps
+        console.print(f"chunk    {key}: {len(offsets)} steps = {seconds:.1f} s")
+    console.print(ranges(manifest))
+
+
+def ranges(manifest: Manifest) -> Table:
+    """The range of every dimension of every column, with the 1 % and 99 % quantiles."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("column", "dim", "min", "q01", "mean", "q99", "max"):
+        table.add_column(title, justify="left" if title == "column" else "right")
+    for key, s in manifest.statistics.items():
+        for dim, values in enumerate(zip(s.min, s.q01, s.mean, s.q99, s.max, strict=True)):
+            table.add_row(key if dim == 0 else "", str(dim), *(f"{value:.4g}" for value in values))
+    return table
+
+
+def check_statistics(manifest: Manifest) -> None:
+    """Raise DataError when a column has no statistics, or some that are not finite or not ordered."""
+    for column in manifest.columns:
+        statistics = manifest.statistics.get(column.key)
+        if statistics is None:
+            raise DataError(f"column {column.key!r} has no statistics in the manifest; shard the dataset again.")
+        for dim in range(len(statistics.mean)):
+            low, q01, q99, high = (getattr(statistics, name)[dim] for name in ("min", "q01", "q99", "max"))
+            numbers = (low, q01, q99, high, statistics.mean[dim], statistics.std[dim])
+            if not all(map(math.isfinite, numbers)) or not low <= q01 <= q99 <= high:
+                raise DataError(
+                    f"column {column.key!r}, dimension {dim}: statistics {numbers} are not finite and ordered; "
+                    "the source dataset holds bad values there."
+                )
+
+
+def check_disk(output: Path) -> None:
+    """Raise DataError when the file system of `output` is full."""
+    existing = output.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if free < 64 << 20:
+        raise DataError(f"{existing}: only {free >> 20} MiB free, checkpoints need more; set output to another disk.")

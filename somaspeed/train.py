@@ -1,0 +1,173 @@
+"""`somaspeed-train`: fine-tune a policy's action expert on shards."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from dataio.batch import Batch
+from dataio.loader import Loader, batches
+from dataio.manifest import DataError
+from dataio.reader import ShardReader
+from dataio.split import split_episodes
+from somaspeed import checkpoint, preflight
+from somaspeed.config import Config, ConfigError, load_config, to_builtins
+from somaspeed.draws import draw_batch
+from somaspeed.loop import NonFiniteError, Trainer
+from somaspeed.metrics import PhaseTimer, Summary
+from somaspeed.optim import ArenaAdamW, make_arenas
+from somaspeed.parallel import Ranks
+from somaspeed.policies import policy_class
+from somaspeed.policies.base import PolicyError
+from somaspeed.prefix import PrefixStage
+
+EPILOG = """\
+Everything is checked before weights are read. Under torchrun every rank takes part:
+  torchrun --nproc-per-node 8 -m somaspeed.train --config FILE --shards DIR
+Overrides follow the options:
+  somaspeed-train --config FILE --shards DIR training.steps=1000 training.lr=1e-4
+"""
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="somaspeed-train",
+        description="Fine-tune a vision-language-action policy's action expert on shards.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="TOML configuration, see configs/")
+    parser.add_argument("--shards", required=True, metavar="DIR", help="what scripts/shard_dataset.py wrote")
+    parser.add_argument("--resume", action="store_true", help="go on from the output's newest checkpoint")
+    parser.add_argument("--check", action="store_true", help="check data, policy and configuration, then stop")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change one configuration key")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command. Returns 0, or 2 after an error that the user can mend."""
+    arguments = parse_arguments(argv)
+    ranks = None
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        if config.training.threads:
+            torch.set_num_threads(config.training.threads)
+        ranks = Ranks(config.parallel)
+        train(config, arguments.shards, ranks, resume=arguments.resume, check_only=arguments.check)
+    except (ConfigError, DataError, PolicyError, checkpoint.CheckpointError, NonFiniteError) as error:
+        print(f"somaspeed-train: error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        if ranks:
+            ranks.close()
+    return 0
+
+
+def train(config: Config, shards: str, ranks: Ranks, resume: bool, check_only: bool) -> Summary | None:
+    """Check everything, then train. Raises the errors that `main` reports."""
+    if config.backend != "somaspeed":
+        raise ConfigError(f"backend = {config.backend!r} is not run by this command; it trains with 'somaspeed'.")
+    config.accumulation(ranks.world)
+    reader = ShardReader(shards, config.data.verify)
+    training, held_out = split_episodes(reader, config.data.held_out, config.training.seed)
+    policy = policy_class(config.model.name)(config, reader.manifest, ranks.device)
+    output = Path(config.output)
+    identity = run_identity(config, reader)
+    resumed = checkpoint.load_state(output, identity) if resume else None
+    if ranks.main:
+        preflight.report(config, reader, policy, len(training), len(held_out), ranks.world)
+    if check_only:
+        return None
+    if ranks.main and not resume:
+        make_way(output)
+    ranks.barrier()
+
+    policy.load()
+    optimizer = ArenaAdamW(make_arenas(policy.live_parameters()), config.training)
+    if resumed:
+        checkpoint.load_tensors(*resumed, optimizer)
+    loading: dict[str, Any] = {
+        "windows": policy.windows,
+        "cameras": policy.cameras,
+        "microbatch": config.training.microbatch,
+        "workers": config.training.workers,
+        "prefetch": config.data.prefetch,
+        "device": "mixed" if ranks.device.type == "cuda" else "cpu",
+    }
+    seed = config.training.seed
+
+    def host(batch: Batch, fixed: bool) -> dict[str, Tensor]:
+        return policy.host(batch) | draw_batch(seed, batch, policy.draw, fixed)
+
+    def held_out_batches() -> Iterable[Batch]:
+        mine = held_out[ranks.rank :: ranks.world]
+        return batches(reader, mine, transform=lambda batch: host(batch, fixed=True), **loading)
+
+    loader = Loader(
+        reader,
+        training,
+        seed=seed,
+        rank=ranks.rank,
+        ranks=ranks.world,
+        transform=lambda batch: host(batch, fixed=False),
+        **loading,
+    )
+    if resumed:
+        loader.load_state_dict(resumed[1].loader)
+    timer = PhaseTimer(ranks.device)
+    trainer = Trainer(
+        config,
+        ranks,
+        policy,
+        optimizer,
+        PrefixStage(loader, policy, ranks.device, timer),
+        timer,
+        held_out_batches if len(held_out) else None,
+        identity,
+        resumed,
+        process_started(),
+    )
+    try:
+        return trainer.run()
+    finally:
+        loader.close()
+
+
+def process_started() -> float:
+    """When this process began, on the clock of `time.perf_counter`: set-up includes the imports."""
+    return time.perf_counter() - (time.time() - psutil.Process().create_time())
+
+
+def run_identity(config: Config, reader: ShardReader) -> dict[str, object]:
+    """What makes a run the same run: data, order, policy."""
+    return {
+        "shards": reader.manifest.source.fingerprint,
+        "samples": reader.manifest.samples,
+        "training.seed": config.training.seed,
+        "data.held_out": config.data.held_out,
+        **{f"model.{key}": value for key, value in to_builtins(config)["model"].items()},
+    }
+
+
+def make_way(output: Path) -> None:
+    """Move an earlier run out of the way of a new one; nothing is overwritten."""
+    if not (output / "metrics.jsonl").exists() and not (output / "checkpoints").exists():
+        return
+    number = 1
+    while (aside := output.with_name(f"{output.name}.previous-{number}")).exists():
+        number += 1
+    os.rename(output, aside)
+    print(f"{output} held an earlier run; it is now {aside} (--resume goes on with a run)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
