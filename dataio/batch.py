@@ -14,10 +14,10 @@ from dataio.ring import Lease
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """B samples. Read-only: other batches may share nothing with it, but its buffers are reused once it is dropped.
+    """B samples. Its tensors stay as they are for as long as anybody holds them; treat them as read-only.
 
     sample: int64 [B], ids in the shard set.
-    epoch, position: int64 [B], where each sample stands in the order; with the seed they key its random draws.
+    epoch, position: int64 [B], where each sample stands in the order; with the seed they key its draws.
     images: camera → uint8 [B, H, W, 3], RGB at source size, on the host or (decoded there) on the device.
     columns: LeRobot key → [B, *shape], or [B, T, *shape] where windowed, in the column's own dtype.
     is_pad: windowed LeRobot key → bool [B, T], True where the window left the episode.
@@ -47,8 +47,8 @@ class Batch:
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
         """This batch with every tensor, those in `extra` too, on `device`.
 
-        With `non_blocking`, copies from page-locked memory run on the current stream; the host buffer is fenced,
-        so this batch may be dropped at once. Copying `images` by other means needs a fence of its own.
+        With `non_blocking`, copies from page-locked memory run on the current stream; the host buffer is
+        fenced, so this batch may be dropped at once. Copying `images` by other means needs its own fence.
         """
         moved = self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
         if self.lease is None or torch.device(device).type != "cuda":
@@ -59,7 +59,7 @@ class Batch:
         return dataclasses.replace(moved, lease=None)
 
     def pin(self) -> Batch:
-        """This batch with every host tensor in page-locked memory (where they are so already, the same tensors)."""
+        """This batch with every host tensor in page-locked memory; one that is so already is not copied."""
         return self._map(
             lambda tensor: tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory()
         )

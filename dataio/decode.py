@@ -18,8 +18,8 @@ Device = Literal["cpu", "mixed"]
 class Decoder:
     """Decodes batches of JPEG or PNG images, one DALI pipeline for all cameras.
 
-    `device` "cpu" decodes on the host with `threads` threads; "mixed" on the current CUDA device. Both are the same
-    pipeline; on the host its JPEG pixels are those of PIL, on a device they may differ in the last bits.
+    `device` "cpu" decodes on the host with `threads` threads, "mixed" on the current CUDA device, through the
+    same pipeline. On the host JPEG pixels are PIL's; on a device they may differ in the last bits.
     """
 
     def __init__(self, cameras: Sequence[Camera], batch: int, threads: int = 2, device: Device = "cpu"):
@@ -44,11 +44,14 @@ class Decoder:
         where: Callable[[int], str],
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """Decode `encoded` (camera → B arrays of uint8 [bytes]) into `out` (camera → uint8 [B, H, W, 3], RGB).
+        """Decode `encoded` (camera → B arrays, uint8 [bytes]) into `out` (camera → uint8 [B, H, W, 3], RGB).
 
-        For "mixed", `out` lies on the device and the copy runs on `stream`. `where(row)` names a sample in errors:
-        DataError for an image that does not decode, or is not of the camera's size.
+        For "mixed", `out` lies on the device; the copy runs on `stream` and is complete on return.
+        `where(row)` names a sample in errors: DataError for an image that does not decode, or is not of the
+        camera's size.
         """
+        if self._pipeline is None:
+            return
         try:
             outputs = run(self._pipeline, encoded)
         except RuntimeError as error:
@@ -60,10 +63,12 @@ class Decoder:
             for row, shape in enumerate(images.shape()):
                 if tuple(shape) != expected:
                     raise DataError(
-                        f"{where(row)}: {name!r} is {shape[1]}×{shape[0]} (width × height), the manifest says "
-                        f"{camera.width}×{camera.height}. Shard the dataset again."
+                        f"{where(row)}: {name!r} is {shape[1]}×{shape[0]} (width × height), the manifest "
+                        f"says {camera.width}×{camera.height}. Shard the dataset again."
                     )
             feed_ndarray(images.as_tensor(), out[name], cuda_stream=stream)
+        if stream is not None:
+            stream.synchronize()  # the next run reuses the pipeline's outputs
 
     def _build(self, cameras: list[str], batch: int) -> Pipeline:
         pipeline = Pipeline(
@@ -71,13 +76,17 @@ class Decoder:
         )
         with pipeline:
             encoded = [
-                fn.external_source(name=name, device="cpu", dtype=types.UINT8, ndim=1) for name in cameras
+                fn.external_source(name=name, device="cpu", dtype=types.DALIDataType.UINT8, ndim=1)
+                for name in cameras
             ]
             # Fancy upsampling is what libjpeg does to chroma; on a device it is not the default.
             pipeline.set_outputs(
                 *(
                     fn.decoders.image(
-                        images, device=self.device, output_type=types.RGB, jpeg_fancy_upsampling=True
+                        images,
+                        device=self.device,
+                        output_type=types.DALIImageType.RGB,
+                        jpeg_fancy_upsampling=True,
                     )
                     for images in encoded
                 )
@@ -96,7 +105,7 @@ class Decoder:
                     run(pipeline, {name: [image]})
                 except RuntimeError:
                     return DataError(
-                        f"{where(row)}: {name!r} is not an image that decodes ({image.size} bytes, they begin "
+                        f"{where(row)}: {name!r} is not an image that decodes ({image.size} bytes, beginning "
                         f"with {image[:4].tobytes().hex()}). Shard the dataset again."
                     )
         return DataError(f"decoding failed for a batch whose images decode one by one: {error}")

@@ -121,6 +121,8 @@ class VideoFile:
         if not self._container.streams.video:
             raise CorruptEpisode(f"{name}: no video stream in it")
         self._stream = self._container.streams.video[0]
+        assert self._stream.time_base is not None  # FFmpeg sets it for every stream of a file
+        self._seconds = self._stream.time_base
         self._stream.codec_context.thread_count = 1  # parallelism is across shards
         # The timestamp of every frame, from the packets alone: with it a frame number is exact at any frame
         # rate.
@@ -134,7 +136,7 @@ class VideoFile:
             raise CorruptEpisode(
                 f"{self.name}: {len(self._pts)} frames, frames [{start}, {start + count}) are needed"
             )
-        seconds = float((wanted[0] - self._pts[0]) * self._stream.time_base)
+        seconds = float((wanted[0] - self._pts[0]) * self._seconds)
         if abs(seconds * fps - start) > 0.5:
             raise CorruptEpisode(
                 f"{self.name}: frame {start} is at {seconds:.3f} s, at {fps:g} fps it belongs at "

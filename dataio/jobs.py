@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.synchronize import Event
 from typing import Protocol
 
 from dataio.manifest import DataError
@@ -50,9 +52,8 @@ def run_jobs[Job, Result](
         return [function(job, meter) for job in jobs]
     context = multiprocessing.get_context("spawn")
     messages, stop = context.SimpleQueue(), context.Event()
-    pool = concurrent.futures.ProcessPoolExecutor(
-        min(workers, len(jobs)), context, _start_worker, (messages, stop)
-    )
+    start = functools.partial(_start_worker, messages, stop)
+    pool = concurrent.futures.ProcessPoolExecutor(min(workers, len(jobs)), context, start)
     futures = [pool.submit(_work, function, job) for job in jobs]
     try:
         pending = set(futures)
@@ -82,7 +83,7 @@ def run_jobs[Job, Result](
 class _WorkerMeter:
     """Sends progress to the parent and stops the job when the parent asks for it."""
 
-    def __init__(self, messages: multiprocessing.SimpleQueue, stop: threading.Event):
+    def __init__(self, messages: multiprocessing.SimpleQueue, stop: Event):
         self._messages = messages
         self._stop = stop
 
@@ -98,7 +99,7 @@ class _WorkerMeter:
 _meter: Meter = Silent()
 
 
-def _start_worker(messages: multiprocessing.SimpleQueue, stop: threading.Event) -> None:
+def _start_worker(messages: multiprocessing.SimpleQueue, stop: Event) -> None:
     global _meter
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
@@ -108,7 +109,9 @@ def _start_worker(messages: multiprocessing.SimpleQueue, stop: threading.Event) 
 
 
 def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)
 
 

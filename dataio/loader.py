@@ -20,9 +20,9 @@ from dataio.windows import Windows
 class Loader:
     """An endless iterator of one rank's micro-batches; epochs follow each other without a seam.
 
-    Which samples a global batch holds depends on the samples and the seed alone, not on ranks, workers or prefetch.
-    The state counts delivered batches, in samples of all ranks together, so it may be loaded at another number of
-    ranks or another micro-batch; batches that were prefetched but not delivered are read again.
+    Which samples a global batch holds depends on the samples and the seed alone, not on ranks, workers or
+    prefetch. The state counts delivered batches, in samples of all ranks together, so it may be loaded at
+    another number of ranks or another micro-batch; what was prefetched but not delivered is read again.
     """
 
     def __init__(
@@ -48,9 +48,8 @@ class Loader:
         workers: threads that read, and threads that decode on the host; 0 reads in the prefetching thread.
         prefetch: finished batches kept waiting, at least 1.
         device: where images are decoded, "cpu" or "mixed" (the current CUDA device).
-        transform: called with each batch in the background, returns what becomes `Batch.extra` (a dict). It must
-            not keep the batch.
-        Raises DataError for values that make no sense, naming the closest ones that do.
+        transform: called with each batch in the background, returns what becomes `Batch.extra` (a dict).
+        Raises DataError for unknown cameras, columns and samples, and for numbers that make no sense.
         """
         if not 0 <= rank < ranks:
             raise DataError(f"rank {rank} of {ranks} ranks: it must lie in [0, {ranks}).")
@@ -66,7 +65,7 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """The next batch. Raises DataError or RuntimeError, naming the stage, where one failed; then for ever."""
+        """The next batch. Where one fails: DataError or RuntimeError naming the stage, from then on."""
         if self._stages is None:
             stream = Stream(len(self._samples), self._seed)
             self._stages = self._chain(
@@ -91,8 +90,8 @@ class Loader:
         for key, mine in (("samples", len(self._samples)), ("seed", self._seed)):
             if state[key] != mine:
                 raise DataError(
-                    f"the loader's saved state is of an order with {key} {state[key]}, this one has {key} {mine}: "
-                    "resume with the shards, held-out episodes and seed of the run that saved it."
+                    f"the loader's saved state is of an order with {key} {state[key]}, this one has {key} "
+                    f"{mine}: resume with the shards, held-out episodes and seed of the run that saved it."
                 )
         self.close()
         self._position = state["epoch"] * state["samples"] + state["position"]
@@ -123,8 +122,8 @@ def batches(
 ) -> Iterator[Batch]:
     """Each of `samples` (ids; None: all) exactly once, in the order given: for evaluation.
 
-    The last batch may be smaller. Every sample's `epoch` is 0 and its `position` the place in `samples`. The other
-    arguments and the errors are those of `Loader`.
+    The last batch may be smaller. Every sample's `epoch` is 0 and its `position` the place in `samples`. The
+    other arguments and the errors are those of `Loader`.
     """
     ids = sample_ids(reader, samples)
     chain = _chain(reader, windows, cameras, microbatch, workers, prefetch, device, transform)
@@ -153,7 +152,7 @@ def _chain(
     device: Device,
     transform: Transform | None,
 ) -> Callable[[BaseNode[Request]], Stages]:
-    """Check the arguments and make what lasts; returns a function from a source node to the stages behind it."""
+    """Check the arguments, make what lasts; returns a function from a source node to its stages."""
     for name, value, least in (
         ("microbatch", microbatch, 1),
         ("workers", workers, 0),

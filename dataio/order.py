@@ -1,8 +1,8 @@
-"""The global order of samples: a function of (seed, epoch, position), the same for any number of ranks and workers.
+"""The global order of samples: a function of (seed, epoch, position), the same for any ranks and workers.
 
 Every epoch is one permutation of all samples. It is computed, not stored: a Feistel network keyed by
-(seed, epoch) permutes [0, 2^bits), and cycle walking restricts it to [0, samples). So the sample at any position
-of any epoch costs a few vectorised operations and no memory, which makes resuming O(1) for sets of any size.
+(seed, epoch) permutes [0, 2^bits), and cycle walking restricts it to [0, samples). So the sample at any
+position of any epoch costs a few vectorised operations and no memory, and resuming is O(1) for any set.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Order:
             raise DataError(f"an order needs at least one sample, got {samples}")
         self.samples = samples
         self.seed = seed
-        # An unbalanced network keeps the domain below 2·samples, so cycle walking takes two passes on average.
+        # An unbalanced network keeps the domain below 2·samples: cycle walking takes two passes on average.
         bits = max(2, (samples - 1).bit_length())
         self._low_bits = np.uint64(bits - bits // 2)
         self._low_mask = np.uint64((1 << (bits - bits // 2)) - 1)
         self._high_mask = np.uint64((1 << (bits // 2)) - 1)
 
     def at(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """Indices in [0, samples), int64, of the samples at `positions` (integers in [0, samples)) of `epoch`."""
+        """The samples at `positions` (integers in [0, samples)) of `epoch`: int64, in [0, samples)."""
         keys = round_keys(self.seed, epoch)
         values = self._permute(np.asarray(positions).astype(np.uint64), keys)
         outside = np.flatnonzero(values >= self.samples)
@@ -56,16 +56,16 @@ class Stream:
         self.order = Order(samples, seed)
 
     def at(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Stream positions [start, start + count) as (epoch, position in the epoch, index), each int64 [count].
+        """Stream positions [start, start + count) as (epoch, position in it, sample), each int64 [count].
 
         A batch may straddle the end of an epoch, or hold several epochs of a small set; nothing is dropped.
         """
         epoch, position = np.divmod(np.arange(start, start + count), self.order.samples)
-        index = np.empty(count, np.int64)
+        sample = np.empty(count, np.int64)
         for value in range(int(epoch[0]), int(epoch[-1]) + 1):
             here = epoch == value
-            index[here] = self.order.at(value, position[here])
-        return epoch, position, index
+            sample[here] = self.order.at(value, position[here])
+        return epoch, position, sample
 
 
 def round_keys(seed: int, epoch: int) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Random access to a local shard set: memory-mapped tars, and the low-dimensional columns in memory.
 
-Every file is checked against the manifest when the set is opened, and every encoded image against its CRC32 when
-it is read: decoders let flipped bits pass silently.
+Every file is checked against the manifest when the set is opened, and every encoded image against its CRC32
+when it is read: decoders let flipped bits pass silently.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ShardReader:
         """Open the set and check its files against the manifest.
 
         `verify`: "size" compares byte sizes and what each index says of its tar; "full" hashes every file as
-        well; "auto" is "full" up to 4 GiB, else "size". Raises DataError naming the shard that is not as written.
+        well; "auto" is "full" up to 4 GiB, else "size". Raises DataError naming the shard that differs.
         """
         if verify not in get_args(Verify):
             raise DataError(f"verify={verify!r}{did_you_mean(str(verify), get_args(Verify))}")
@@ -77,15 +77,15 @@ class ShardReader:
     def encoded(self, sample: int, camera: str) -> np.ndarray:
         """The encoded image (or with camera "frame" the msgpack record) of one sample, checked by its CRC32.
 
-        Returns uint8 [bytes], a read-only view of the mapped tar. Raises DataError naming shard, sample, component.
+        uint8 [bytes], a read-only view of the tar. Raises DataError naming shard, sample and component.
         """
         return self.read(np.array([sample]), [camera])[camera][0]
 
     def read(self, samples: np.ndarray, cameras: Sequence[str]) -> dict[str, list[np.ndarray]]:
         """The encoded images of `samples` (ids, int [B]) for each of `cameras`, as `encoded` returns them.
 
-        Reading is announced to the kernel for the whole batch before the first byte is touched, so that a cold
-        disk works on all of it at once.
+        The whole batch is announced to the kernel before its first byte is touched, so that a cold disk works
+        on all of it at once.
         """
         samples = self._checked(samples)
         if not cameras:
@@ -128,8 +128,8 @@ class ShardReader:
         payload = self._tar(shard)[1][offset : offset + size]
         if zlib.crc32(payload) != crc:
             raise DataError(
-                f"{self.locate(sample)}: {component!r} does not match its CRC32, the tar's bytes have changed. "
-                "Copy this shard again, or shard the dataset again."
+                f"{self.locate(sample)}: {component!r} does not match its CRC32, the tar's bytes have "
+                "changed. Copy this shard again, or shard the dataset again."
             )
         return payload
 
@@ -142,7 +142,7 @@ class ShardReader:
             self._tar(shard)[0].madvise(mmap.MADV_WILLNEED, start, end - start)
 
     def _tar(self, shard: int) -> tuple[mmap.mmap, np.ndarray]:
-        """The mapping of a tar and its bytes, made on first use (two threads may make it twice; one is dropped)."""
+        """A tar's mapping and bytes, made on first use (two threads may make it twice; one is dropped)."""
         tar = self._tars[shard]
         if tar is None:
             with open(self.directory / self.manifest.shards[shard].tar, "rb") as file:
@@ -260,8 +260,8 @@ def check_metadata(path: Path, shard: Shard, metadata: dict[str, str]) -> None:
     for key, value in expected.items():
         if metadata.get(key) != value:
             raise DataError(
-                f"{path}: index of another tar: its {key} is {metadata.get(key)}, the manifest says {value} for "
-                f"{shard.tar}. Copy both files of this shard again, or shard the dataset again."
+                f"{path}: index of another tar: its {key} is {metadata.get(key)}, the manifest says {value} "
+                f"for {shard.tar}. Copy both files of this shard again, or shard the dataset again."
             )
 
 
@@ -272,7 +272,7 @@ def file_sha256(path: Path) -> str:
 
 
 def allow_open_files(count: int) -> None:
-    """Let this process hold `count` files open (a mapped tar is one). Raises DataError where the system refuses."""
+    """Let this process open `count` files (a mapped tar is one). Raises DataError if that is refused."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= count:
         return
@@ -285,14 +285,14 @@ def allow_open_files(count: int) -> None:
 
 
 def sample_ids(reader: ShardReader, samples: Iterable[int] | None) -> np.ndarray:
-    """`samples` as int64 [n], every sample of the set when None. Raises DataError on none, unknown or repeated ids."""
+    """`samples` as int64 [n], all of the set when None. Raises DataError for unknown or repeated ids."""
     if samples is None:
         return np.arange(len(reader))
     ids = np.asarray(samples)
-    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
-        raise DataError(
-            f"samples must be a list of at least one sample id, got {ids.dtype} {list(ids.shape)}"
-        )
+    if not ids.size:
+        return np.empty(0, np.int64)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise DataError(f"samples must be a list of sample ids, got {ids.dtype} {list(ids.shape)}")
     if ids.min() < 0 or ids.max() >= len(reader):
         raise DataError(
             f"{reader.directory}: sample ids must lie in [0, {len(reader)}), got {ids.min()} … {ids.max()}"

@@ -21,7 +21,7 @@ class Lease:
     _fences: list[torch.cuda.Event]
 
     def fence(self, event: torch.cuda.Event) -> None:
-        """Keep the buffer from being reused before `event`, recorded behind an asynchronous copy out of it."""
+        """Keep the buffer from being reused before `event`, recorded after an asynchronous copy out of it."""
         self._fences.append(event)
 
 
@@ -34,8 +34,8 @@ class _Slot:
 class Ring:
     """Buffers of `size` bytes, page-locked when `pinned`; `spare` of them are kept while nobody needs them.
 
-    A consumer that holds many leases makes the ring grow instead of seeing its data change; the surplus is freed
-    when it comes back.
+    A consumer that holds many leases makes the ring grow instead of seeing its data change; the surplus is
+    freed when it comes back.
     """
 
     def __init__(self, size: int, spare: int, pinned: bool):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +174,7 @@ def _locate(dataset: str) -> tuple[Path, str, str]:
     return root, dataset, root.name
 
 
-def _download(dataset: str, revision: str, patterns: Sequence[str]) -> Path:
+def _download(dataset: str, revision: str, patterns: list[str]) -> Path:
     """Fetch a hub dataset's files that match `patterns`; the snapshot's directory, named by its commit."""
     from huggingface_hub import snapshot_download
 

@@ -70,8 +70,8 @@ class OrderNode(BaseNode[Request]):
     """One rank's micro-batches of the endless stream, from global stream position `start` on.
 
     The k-th takes positions start + (k·ranks + rank)·microbatch + [0, microbatch). Any number of accumulated
-    micro-batches thus tiles the same global batch, and after every k the ranks together have taken exactly the
-    positions below start + k·ranks·microbatch: that number is the whole state.
+    micro-batches thus tiles the same global batch, and after k of them the ranks together have taken exactly
+    the positions below start + k·ranks·microbatch: that number is the whole state.
     """
 
     def __init__(
@@ -162,19 +162,20 @@ class Stages:
             # A daemon thread inside the decoder would not survive the interpreter's end.
             atexit.register(self.close)
         item = next(self._root)
+        if item is None:  # closed by another thread
+            raise StopIteration
         if isinstance(item, Failure):
             self._failure = item
             self.close()
             item.reraise()
         if self._stream is not None:
-            current = torch.cuda.current_stream()
-            current.wait_stream(self._stream)
+            # Complete when it gets here; its memory must not go back to the decoding stream too early.
             for image in item.images.values():
-                image.record_stream(current)
+                image.record_stream(torch.cuda.current_stream(self._cuda))
         return item
 
     def close(self) -> None:
-        """End the threads. Work under way is finished first: a decoder must not be torn down while it runs."""
+        """End the threads, after the work under way: a decoder must not be torn down while it runs."""
         if self._root is None:
             return
         self._closed.set()
@@ -209,10 +210,9 @@ class Stages:
     def _decode(self, encoded: Encoded) -> Batch:
         reader, request = self._reader, encoded.request
         images, lease = self._buffers(len(request.sample))
-        if images:
-            self._decoder.decode(
-                encoded.images, images, lambda row: reader.locate(request.sample[row]), self._stream
-            )
+        self._decoder.decode(
+            encoded.images, images, lambda row: reader.locate(request.sample[row]), self._stream
+        )
         tensor = torch.from_numpy
         return Batch(
             sample=tensor(request.sample),

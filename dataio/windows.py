@@ -1,4 +1,4 @@
-"""Windows over the low-dimensional columns, cut at load time: action chunks of any length, state histories."""
+"""Windows over the low-dimensional columns, cut at load time: action chunks of any length, histories."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Windows:
     """For each sample, the rows of its episode at given distances in frames.
 
     `deltas` maps a column's LeRobot key to integer distances, negative ones looking back; for LeRobot's
-    `delta_timestamps` d, that is round(d · fps). Where a window leaves its episode, the episode's first or last
-    row is repeated and `is_pad` is True, as in LeRobotDataset. Works for any order of samples in the shards.
+    `delta_timestamps` d, that is round(d · fps). Where a window leaves its episode, the episode's first or
+    last row is repeated and `is_pad` is True, as in LeRobotDataset. Works for any order of the samples.
     """
 
     def __init__(self, reader: ShardReader, deltas: Mapping[str, Sequence[int]]):
-        """Raises DataError for an unknown column, for distances that are not integers, for incomplete episodes."""
+        """Raises DataError for an unknown column, distances that are no integers, incomplete episodes."""
         self._columns = reader.columns
         self._deltas = {}
         for key, distances in deltas.items():
@@ -33,9 +33,9 @@ class Windows:
         self._lay_out_episodes(reader)
 
     def gather(self, samples: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Every column of `samples` (ids, int64 [B]) and the pads of the windowed ones.
+        """The rows of `samples` (ids, int64 [B]), T = number of distances.
 
-        Returns ({key: [B, *shape], or [B, len(deltas), *shape] where windowed}, {windowed key: bool [B, len(deltas)]}).
+        Returns ({key: [B, *shape], or [B, T, *shape] where windowed}, {windowed key: pads, bool [B, T]}).
         """
         place = self._place[samples]
         first, last = self._first[place], self._last[place]
@@ -51,7 +51,7 @@ class Windows:
         return columns, is_pad
 
     def _lay_out_episodes(self, reader: ShardReader) -> None:
-        """Places number the samples by (episode, frame); an episode is the places [first, last] around each."""
+        """Places number the samples by (episode, frame); each lies in its episode's places [first, last]."""
         self._sample = np.lexsort((reader.frame, reader.episode))
         self._place = np.empty_like(self._sample)
         self._place[self._sample] = np.arange(len(reader))
@@ -67,6 +67,6 @@ class Windows:
         wrong |= set(reader.episode[self._sample][frames != 0].tolist())
         if wrong:
             raise DataError(
-                f"{reader.directory}: episode {min(wrong)} is not whole: its frames are not 0 … length − 1 as "
-                "the manifest lists it, and windows over it would be wrong. Shard the dataset again."
+                f"{reader.directory}: episode {min(wrong)} is not whole: its frames are not 0 … length − 1 "
+                "as the manifest lists it, and windows over it would be wrong. Shard the dataset again."
             )

@@ -13,17 +13,19 @@ import json
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
-from webdataset import TarWriter
 
 from dataio.atomic import replacing, write_bytes
 from dataio.manifest import Camera, Column, Quarantined, Shard
 from dataio.reader import BLOCK_BYTES, FRAME, INDEX_FORMAT, file_sha256
+
+if TYPE_CHECKING:
+    from webdataset import TarWriter
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -78,13 +80,22 @@ def writing_shard(
     """
     with contextlib.ExitStack() as files:
         writer = ShardWriter(directory, number, cameras, columns, extension, files)
-        yield writer
-        writer.close_tar()
+        try:
+            yield writer
+            writer.close_tar()
+        except BaseException:
+            writer.abandon_tar()
+            raise
     writer.write_index()
 
 
 class ShardWriter:
-    """The shard that `writing_shard` writes. The caller keeps `quarantined`, `squared_error` and `values`."""
+    """The shard that `writing_shard` writes; `record` is set at its end.
+
+    The caller keeps `quarantined`, `squared_error` and `values`, see `Record`.
+    """
+
+    record: Record
 
     def __init__(
         self,
@@ -95,7 +106,6 @@ class ShardWriter:
         extension: str,
         files: contextlib.ExitStack,
     ):
-        self.record: Record | None = None
         self.samples = 0
         self.quarantined: list[Quarantined] = []
         self.squared_error = 0
@@ -113,11 +123,10 @@ class ShardWriter:
 
     def add(self, sample: Sample) -> None:
         """Append a sample."""
-        if self._tar is None:
-            self._open_tar()
+        tar = self._tar or self._open_tar()
         payloads = sample.images | {FRAME: self._record(sample)}
-        position = self._tar.tarstream.offset
-        self._tar.write(
+        position = tar.tarstream.offset
+        tar.write(
             {"__key__": f"{sample.index:08d}"}
             | {self._members[name]: data for name, data in payloads.items()}
         )
@@ -128,7 +137,7 @@ class ShardWriter:
             self._row(f"{name}.size", len(payload))
             self._row(f"{name}.crc32", zlib.crc32(payload))
             position += BLOCK_BYTES + -(-len(payload) // BLOCK_BYTES) * BLOCK_BYTES
-        assert position == self._tar.tarstream.offset, "the index's offsets are not the tar's"
+        assert position == tar.tarstream.offset, "the index's offsets are not the tar's"
         for column in self._columns:
             self._row(f"column.{column.key}", sample.columns[column.key])
         for name in ("index", "episode", "frame", "task", "timestamp"):
@@ -139,6 +148,11 @@ class ShardWriter:
         """End the archive, so that its size and hash are final."""
         if self._tar is not None:
             self._tar.close()
+
+    def abandon_tar(self) -> None:
+        """Let go of an archive that will not be finished."""
+        if self._file is not None:
+            self._file.abandoned = True
 
     def write_index(self) -> None:
         """Write the index of the closed archive; then `record` is set."""
@@ -157,10 +171,15 @@ class ShardWriter:
         write_bytes(self._directory / self._names[1], raw)
         self.record = _to_record(self._names[1], raw, metadata)
 
-    def _open_tar(self) -> None:
+    def _open_tar(self) -> TarWriter:
+        from webdataset import (
+            TarWriter,
+        )  # imports torch, seconds that a process which writes nothing need not wait
+
         path = self._files.enter_context(replacing(self._directory / self._names[0]))
         self._file = _HashingFile(self._files.enter_context(open(path, "wb")))
         self._tar = TarWriter(self._file, encoder=False, user="", group="", mode=0o644, mtime=0)
+        return self._tar
 
     def _record(self, sample: Sample) -> bytes:
         """The sample's low-dimensional part for plain webdataset readers."""
@@ -243,8 +262,11 @@ class _HashingFile:
         self._file = file
         self.sha256 = hashlib.sha256()
         self.size = 0
+        self.abandoned = False  # then it takes no more: tarfile writes what it buffers when it is collected
 
     def write(self, data: bytes) -> int:
+        if self.abandoned:
+            return len(data)
         self.sha256.update(data)
         self.size += len(data)
         return self._file.write(data)

@@ -68,8 +68,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--order",
         choices=("episode", "shuffled"),
         default="episode",
-        help="shuffled permutes the frames over all shards, for sequential streaming, and needs twice the disk "
-        "space while it runs (default: %(default)s)",
+        help="shuffled permutes the frames over all shards, for sequential streaming, and needs twice the "
+        "disk space while it runs (default: %(default)s)",
     )
     add(
         "--rotate",
@@ -91,7 +91,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 class ProgressBar:
-    """Shows stages with their rates. Without a terminal it prints a line every half minute."""
+    """A bar with rates for every stage; without a terminal, a line every half minute."""
 
     def __init__(self, console: Console):
         self._console = console
@@ -120,44 +120,42 @@ class ProgressBar:
 
     def advance(self, images: int, written: int) -> None:
         """See dataio.jobs.Meter."""
-        now = time.monotonic()
         self._done += images
         self._new += images if written else 0
         self._bytes += written
-        elapsed = max(now - self._start, 1e-9)
-        rates = f"{self._new / elapsed:,.0f} images/s, {self._bytes / 1e6 / elapsed:.1f} MB/s"
-        self._progress.update(self._task, advance=images, rates=rates)
-        if not self._console.is_terminal and now - self._printed > 30:
-            self._console.print(f"{self._name}: {self._done} of {self._images} images, {rates}")
+        self._progress.update(self._task, advance=images, rates=self._rates())
+        now = time.monotonic()
+        if self._done == self._images or now - self._printed > 30:
             self._printed = now
+            if not self._console.is_terminal:
+                self._console.print(f"{self._name}: {self._done} of {self._images} images, {self._rates()}")
+
+    def _rates(self) -> str:
+        seconds = max(time.monotonic() - self._start, 1e-9)
+        return f"{self._new / seconds:,.0f} images/s, {self._bytes / 1e6 / seconds:.1f} MB/s"
 
 
-def summarise(console: Console, out: Path, outcome: Outcome, seconds: float) -> None:
+def summarise(console: Console, out: Path, outcome: Outcome) -> None:
+    """Print what was left out, and what is in the shards."""
     manifest = outcome.manifest
-    megabytes = sum(shard.tar_bytes for shard in manifest.shards) / 1e6
     for line in outcome.skipped:
-        console.print(f"skipped feature {line}")
+        console.print(f"skipped feature {line}", markup=False)
     for entry in manifest.quarantined:
-        console.print(f"[yellow]left out[/] episode {entry.episode}: {entry.reason}", highlight=False)
+        console.print(f"left out episode {entry.episode}: {entry.reason}", markup=False, style="yellow")
     if outcome.was_complete:
         console.print(f"{out} is complete already.")
+    megabytes = sum(shard.tar_bytes for shard in manifest.shards) / 1e6
+    images = "" if outcome.psnr is None else f"; stored images have a PSNR of {outcome.psnr:.1f} dB"
     console.print(
-        f"{out}: {manifest.samples:,} samples of {len(manifest.episodes)} episodes, {len(manifest.cameras)} "
-        f"cameras, {len(manifest.shards)} shards, {megabytes:,.1f} MB; {len(manifest.quarantined)} episodes "
-        "left out"
+        f"{out}: {manifest.samples:,} samples of {len(manifest.episodes)} episodes, "
+        f"{len(manifest.cameras)} cameras, {len(manifest.shards)} shards, {megabytes:,.1f} MB; "
+        f"{len(manifest.quarantined)} episodes left out{images}"
     )
-    if outcome.psnr is not None:
-        rate = manifest.samples * len(manifest.cameras) / seconds
-        console.print(
-            f"{seconds:.1f} s, {rate:,.0f} images/s; stored images against decoded: {outcome.psnr:.1f} dB "
-            "PSNR"
-        )
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     console = Console(soft_wrap=True)
-    start = time.monotonic()
     try:
         options = Options(
             codec=make_codec(arguments.codec, arguments.quality, arguments.subsampling),
@@ -173,10 +171,13 @@ def main(argv: list[str] | None = None) -> int:
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        print(f"error: {arguments.out}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted; run the same command again to resume", file=sys.stderr)
         return 130
-    summarise(console, arguments.out, outcome, time.monotonic() - start)
+    summarise(console, arguments.out, outcome)
     return 3 if outcome.manifest.quarantined else 0
 
 

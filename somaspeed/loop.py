@@ -63,6 +63,7 @@ class Trainer:
         self.loader_state = stage.loader.state_dict()
         self.slowest: list[float] = []  # per update, the slowest rank's seconds
         self.stop_reason = ""
+        self.ready: Ready | None = None
         self.signalled = False
         self.saved_step = self.step if resumed else -1
         self.held_out_loss: float | None = None
@@ -79,11 +80,12 @@ class Trainer:
         previous = signal.signal(signal.SIGTERM, self.on_sigterm)
         try:
             self.optimizer.zero_grad()
-            ready = self.stage.next() if self.step < self.settings.steps else None
-            if ready is not None and self.ranks.main and self.step == 0:
-                save_preview(self.output / "first_batch.png", self.policy, ready.inputs)
-            while ready is not None and not self.stop_reason:
-                ready = self.train_step(ready)
+            if self.step < self.settings.steps:
+                self.ready = self.stage.next()
+                if self.ranks.main and self.step == 0:
+                    save_preview(self.output / "first_batch.png", self.policy, self.ready.inputs)
+            while self.step < self.settings.steps and not self.stop_reason:
+                self.train_step()
                 self.after_step(writer)
             self.save()
         finally:
@@ -91,13 +93,15 @@ class Trainer:
             writer.close()
         return self.summarise()
 
-    def train_step(self, ready: Ready) -> Ready | None:
-        """One update. Returns the next micro-batch, whose prefix hid the reduction; None after the last update."""
+    def train_step(self) -> None:
+        """One update, on `self.ready`; the prefix of the batch after it hides the reduction."""
         start = self.timer.mark()
         self.loss = torch.zeros((), device=self.ranks.device)
         self.digest = 0
         last_update = self.step + 1 == self.settings.steps
         for micro in range(self.accumulation):
+            ready, self.ready = self.ready, None
+            assert ready is not None
             with self.timer.phase("expert"):
                 loss = self.policy.expert_loss(ready.prefix, ready.inputs, ready.noise, ready.time)
                 loss.backward()
@@ -106,10 +110,12 @@ class Trainer:
             self.loss += loss.detach()
             self.digest = zlib.crc32(ready.batch.sample.numpy().tobytes(), self.digest)
             self.loader_state = ready.loader_state
+            del ready, loss  # two prefixes are never alive at once
             if micro + 1 < self.accumulation:
-                ready = self.stage.next()
+                self.ready = self.stage.next()
         pending = self.ranks.start_sum([arena.grad for arena in self.optimizer.arenas])
-        upcoming = None if last_update else self.stage.next()
+        if not last_update:
+            self.ready = self.stage.next()
         with self.timer.phase("reduce_exposed"):
             self.ranks.finish(pending)
         with self.timer.phase("update"):
@@ -118,7 +124,6 @@ class Trainer:
             self.optimizer.zero_grad()
         self.timer.spans.append(("step", start, self.timer.mark()))
         self.step += 1
-        return upcoming
 
     def after_step(self, writer: Writers) -> None:
         """Log, evaluate and save when they are due. Only here does the host wait for the device."""
@@ -126,9 +131,10 @@ class Trainer:
         final = self.step == settings.steps
         due_save = settings.save_every is not None and self.step % settings.save_every == 0
         first = self.step == self.first_step + 1
+        alone_signalled = self.signalled and self.ranks.world == 1  # with others, the next logged step decides
         every = settings.evaluate_every
         due_evaluation = self.held_out is not None and (final or (self.step % every == 0 if every else due_save))
-        if self.step % settings.log_every == 0 or first or final or due_save or due_evaluation:
+        if self.step % settings.log_every == 0 or first or final or due_save or due_evaluation or alone_signalled:
             record = self.measure()
             if due_evaluation:
                 record["held_out_loss"] = self.held_out_loss = self.evaluate()

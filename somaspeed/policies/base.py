@@ -29,6 +29,7 @@ class Policy[InputsT, PrefixT](abc.ABC):
 
     Attributes:
         name: the policy's LeRobot type, e.g. `pi05`.
+        device: where the module and the inputs are.
         cameras: the shards' cameras in the order of the model's image slots.
         windows: per column the frame offsets that one sample needs, e.g. `{"action": range(50)}`.
         lerobot_config: the LeRobot configuration that the policy is built from.
@@ -38,6 +39,7 @@ class Policy[InputsT, PrefixT](abc.ABC):
     """
 
     name: ClassVar[str]
+    device: torch.device
     cameras: list[str]
     windows: dict[str, list[int]]
     lerobot_config: Any

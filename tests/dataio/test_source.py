@@ -12,17 +12,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+from tiny_lerobot import CAMERA_STRIDE, TASKS, draw_number, read_number
 
 from dataio.features import Feature, sort_features
 from dataio.frames import EpisodeReader
 from dataio.manifest import DataError
 from dataio.source import open_source, ranges, select
 
-from conftest import CAMERA_STRIDE, TASKS, draw_number, read_number  # isort: skip
-
 
 def edit_parquet(root: Path, folder: str, edit: Callable[[dict[str, list]], None]) -> None:
-    """Rewrite the only parquet file below `folder` after `edit` changed its columns (lists by name) in place."""
+    """Rewrite the only parquet file below `folder` after `edit` changed its columns, lists by name."""
     (path,) = (root / folder).glob("*/*.parquet")
     table = parquet.read_table(path)
     columns = table.to_pydict()
@@ -57,16 +56,38 @@ def test_every_frame_and_row_is_its_own(kind: str, request: pytest.FixtureReques
                 )
 
 
+def test_columns_keep_their_type_and_shape(make_dataset: Callable[..., Path]) -> None:
+    root = make_dataset(
+        (2, 3),
+        cameras=("image",),
+        extra={
+            "next.done": ({"dtype": "bool", "shape": (1,), "names": None}, lambda i: np.array([i % 2 == 1])),
+            "force": ({"dtype": "float64", "shape": (2,), "names": None}, lambda i: np.array([i / 3, i])),
+            "grid": (
+                {"dtype": "float32", "shape": (2, 2), "names": None},
+                lambda i: np.eye(2, dtype=np.float32),
+            ),
+        },
+    )
+    source = open_source(str(root))
+    assert source.skipped == ["grid: has 2 dimensions (shape [2, 2])"]
+    columns = EpisodeReader(source).rows(source.spans[1]).columns
+    assert columns["next.done"].dtype == bool and columns["next.done"].tolist() == [[False], [True], [False]]
+    assert columns["force"].dtype == np.float64 and columns["force"].tolist() == [
+        [i / 3, i] for i in (2, 3, 4)
+    ]
+
+
 def test_files_split_differently_per_camera(make_dataset: Callable[..., Path]) -> None:
     def picture(index: int, camera: int) -> np.ndarray:
         frame = draw_number(index + CAMERA_STRIDE * camera, 64)
         noise = np.random.default_rng(index).integers(-20, 20, frame.shape) if camera == 0 else 0
         return (frame + noise).astype(np.uint8)
 
-    root = make_dataset((6, 5, 7, 6, 4, 5), video=True, picture=picture, video_mb=0.01, cameras=("a", "b"))
+    root = make_dataset((6, 5, 7, 6, 4, 5), video=True, picture=picture, video_mb=0.006, cameras=("a", "b"))
     files = [len(list((root / "videos" / f"observation.images.{name}").glob("*/*.mp4"))) for name in "ab"]
     data_files = len(list((root / "data").glob("*/*.parquet")))
-    assert files[0] == 6 and 1 < files[1] < 6 and data_files == 1
+    assert (*files, data_files) == (6, 2, 1)
     source = open_source(str(root))
     reader = EpisodeReader(source)
     for span in source.spans:

@@ -83,10 +83,11 @@ class PI05(Policy[Inputs, Prefix]):
 
     def load(self) -> None:
         self.module = build_module(self.lerobot_config, self.model_config, self.seed)
-        self.core: Any = self.module.model
+        core: Any = self.module.model
+        self.core = core
         if self.device.type != "cpu":
             for head in HEADS:
-                self.core.paligemma_with_expert.get_submodule(head).to("cpu")
+                core.paligemma_with_expert.get_submodule(head).to("cpu")
 
     def make_tokenizer(self) -> PreTrainedTokenizerFast:
         """The configured tokenizer, the published one, or for reduced models one trained on the tasks' prompts."""
@@ -177,7 +178,7 @@ class PI05(Policy[Inputs, Prefix]):
             decay_lr=settings.decay_lr,
         )
         carrier = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=settings.lr)
-        factor = preset.build(carrier, steps).lr_lambdas[0]
+        factor: Any = preset.build(carrier, steps).lr_lambdas[0]
         return lambda step: settings.lr * factor(step)
 
     def save(self, directory: Path, final: Path) -> None:

@@ -1,0 +1,1 @@
+"""Measurements: FLOPs, the step against native, and their documents."""

@@ -1,0 +1,155 @@
+"""`somaspeed-bench step`: native and somaspeed in turn, same weights, inputs, noise and time, in one process."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import time
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dataio.loader import batches
+from dataio.reader import ShardReader
+from somaspeed.bench.variants import Variant
+from somaspeed.config import parse_config
+from somaspeed.draws import draw_batch
+from somaspeed.policies import policy_class
+from somaspeed.policies.base import Policy
+
+OURS = "somaspeed"
+
+
+class Problem(NamedTuple):
+    """What every contestant works on."""
+
+    case: ModuleType  # the policy's bench module
+    policy: Policy
+    inputs: Any
+    noise: Tensor
+    time: Tensor
+
+
+class Outcome(NamedTuple):
+    """One forward and backward."""
+
+    seconds: float
+    loss: Tensor
+
+
+def build(policy_name: str, size: str, batch: int, device: torch.device, shards: str, precision: str) -> Problem:
+    """The policy at `size` with random weights, and `batch` frames spread over the shards."""
+    case = importlib.import_module(f"somaspeed.policies.{policy_name}.bench")
+    reader = ShardReader(shards)
+    raw = {
+        "output": "unused",
+        "model": {"name": policy_name, "size": size, **case.MODEL},
+        "training": {"steps": 1, "microbatch": batch, "precision": precision},
+    }
+    config = parse_config(raw, "bench")
+    policy = policy_class(policy_name)(config, reader.manifest, device)
+    policy.load()
+    seed = config.training.seed
+    loaded = next(
+        batches(
+            reader,
+            np.linspace(0, len(reader) - 1, batch).astype(np.int64),
+            windows=policy.windows,
+            cameras=policy.cameras,
+            microbatch=batch,
+            device="mixed" if device.type == "cuda" else "cpu",
+            transform=lambda b: policy.host(b) | draw_batch(seed, b, policy.draw),
+        )
+    ).to(device)
+    return Problem(case, policy, policy.prepare(loaded), loaded.extra["noise"], loaded.extra["time"])
+
+
+def run_ours(problem: Problem, prefix: Any) -> Outcome:
+    """Our step; with `prefix` given it is taken as read from the cache."""
+    policy, inputs = problem.policy, problem.inputs
+    started = clock(policy.device)
+    if prefix is None:
+        prefix = policy.prefix(inputs)
+    loss = policy.expert_loss(prefix, inputs, problem.noise, problem.time)
+    loss.backward()
+    return Outcome(clock(policy.device) - started, loss.detach())
+
+
+def run_native(problem: Problem, variant: Variant) -> Outcome:
+    """LeRobot's own forward and backward."""
+    policy = problem.policy
+    with problem.case.native_mode(policy, variant):
+        started = clock(policy.device)
+        loss = problem.case.native_loss(policy, variant, problem.inputs, problem.noise, problem.time)
+        loss.backward()
+        return Outcome(clock(policy.device) - started, loss.detach())
+
+
+def measure(problem: Problem, cached: bool, repeats: int) -> dict[str, Any]:
+    """Every native variant and ours, in turn, `repeats` times after a first turn that warms up and is compared."""
+    live = problem.policy.live_parameters()
+    prefix = problem.policy.prefix(problem.inputs) if cached else None
+    variants = {variant.name: variant for variant in problem.case.VARIANTS}
+    seconds: dict[str, list[float]] = {name: [] for name in (*variants, OURS)}
+    losses: dict[str, float] = {}
+    gradients: dict[str, list[Tensor]] = {}
+    for turn in range(repeats + 1):
+        for name in seconds:
+            for parameter in live.values():
+                parameter.grad = None
+            outcome = run_ours(problem, prefix) if name == OURS else run_native(problem, variants[name])
+            if turn:
+                seconds[name].append(outcome.seconds / len(problem.noise))
+                continue
+            losses[name] = outcome.loss.item()
+            gradients[name] = [gradient.grad.float() for gradient in live.values() if gradient.grad is not None]
+            assert len(gradients[name]) == len(live), f"{name}: a live parameter has no gradient"
+    return compare(variants, seconds, losses, gradients)
+
+
+def compare(
+    variants: dict[str, Variant],
+    seconds: dict[str, list[float]],
+    losses: dict[str, float],
+    gradients: dict[str, list[Tensor]],
+) -> dict[str, Any]:
+    """The document's figures: medians, ratios, and our relative difference from the published variant."""
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    published = next(name for name, variant in variants.items() if variant.published)
+    fastest = min(variants, key=lambda name: median[name])
+    squared = sum(
+        ((a - b).double().square().sum() for a, b in zip(gradients[published], gradients[OURS], strict=True)),
+        start=torch.zeros((), dtype=torch.float64),
+    )
+    reference = sum(
+        (a.double().square().sum() for a in gradients[published]), start=torch.zeros((), dtype=torch.float64)
+    )
+    return {
+        "native": {"seconds_per_sample": median[published], "variant": published},
+        "native_fastest": {"seconds_per_sample": median[fastest], "variant": fastest},
+        OURS: {"seconds_per_sample": median[OURS]},
+        "ratio": median[published] / median[OURS],
+        "ratio_to_fastest": median[fastest] / median[OURS],
+        "loss_difference": abs(losses[OURS] - losses[published]) / abs(losses[published]),
+        "gradient_difference": (squared / reference).sqrt().item(),
+        "variants": {
+            name: {
+                "seconds_per_sample": median[name],
+                "minimum": min(seconds[name]),
+                "maximum": max(seconds[name]),
+                "ratio": median[name] / median[OURS],
+            }
+            for name in seconds
+        },
+        "scope": "forward and backward; no data loading, preprocessing or optimizer",
+    }
+
+
+def clock(device: torch.device) -> float:
+    """Seconds; on a CUDA device after all work so far is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
