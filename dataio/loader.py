@@ -54,6 +54,7 @@ class Loader:
         if not 0 <= rank < ranks:
             raise DataError(f"rank {rank} of {ranks} ranks: it must lie in [0, {ranks}).")
         self._samples = sample_ids(reader, samples)
+        self._order = Stream(len(self._samples), seed)
         self._seed = seed
         self._microbatch, self._rank, self._ranks = microbatch, rank, ranks
         self._chain = _chain(reader, windows, cameras, microbatch, workers, prefetch, device, transform)
@@ -67,9 +68,8 @@ class Loader:
     def __next__(self) -> Batch:
         """The next batch. Where one fails: DataError or RuntimeError naming the stage, from then on."""
         if self._stages is None:
-            stream = Stream(len(self._samples), self._seed)
             self._stages = self._chain(
-                OrderNode(stream, self._samples, self._microbatch, self._rank, self._ranks, self._position)
+                OrderNode(self._order, self._samples, self._microbatch, self._rank, self._ranks, self._position)
             )
             self._end = weakref.finalize(self, self._stages.close)
         try:

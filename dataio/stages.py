@@ -118,6 +118,26 @@ class SequenceNode(BaseNode[Request]):
         return {"position": self._next}
 
 
+class Until(BaseNode[Request]):
+    """`source`, ending once `closed` is set."""
+
+    def __init__(self, closed: threading.Event, source: BaseNode[Request]):
+        super().__init__()
+        self._closed, self._source = closed, source
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        super().reset(initial_state)
+        self._source.reset(initial_state)
+
+    def next(self) -> Request:
+        if self._closed.is_set():
+            raise StopIteration
+        return next(self._source)
+
+    def get_state(self) -> dict[str, Any]:
+        return self._source.state_dict()
+
+
 class Stages:
     """The running chain behind `source`: threads start with the first `next` and end with `close`."""
 
@@ -139,7 +159,8 @@ class Stages:
         frames = sum(camera.height * camera.width * 3 for camera in decoder.cameras.values())
         self._ring = Ring(decoder.batch * frames, spare=prefetch + 2, pinned=self._cuda is not None)
         self._closed = threading.Event()
-        node: BaseNode[Any] = ParallelMapper(source, self._stage("read", self._read), num_workers=workers)
+        node: BaseNode[Any] = Until(self._closed, source)
+        node = ParallelMapper(node, self._stage("read", self._read), num_workers=workers)
         node = Mapper(node, self._stage("decode", self._decode))
         node = Mapper(node, self._stage("prepare", self._prepare))
         self._root: BaseNode[Any] | None = Prefetcher(node, prefetch)
@@ -162,8 +183,6 @@ class Stages:
             # A daemon thread inside the decoder would not survive the interpreter's end.
             atexit.register(self.close)
         item = next(self._root)
-        if item is None:  # closed by another thread
-            raise StopIteration
         if isinstance(item, Failure):
             self._failure = item
             self.close()
@@ -180,8 +199,9 @@ class Stages:
             return
         self._closed.set()
         if self._started:
-            # Every stage passes None on from here; the first to arrive has all earlier work behind it.
-            while next(self._root, None) is not None:
+            # At the end of their source torchdata's nodes end their threads. Dropping the nodes would do that
+            # too, but an error that somebody still looks at keeps them alive.
+            for _ in self._root:
                 pass
             atexit.unregister(self.close)
         self._root = None

@@ -48,5 +48,5 @@ class PrefixStage:
             moved = batch.to(self.device)
             inputs = self.policy.prepare(moved)
         with self.timer.phase("prefix"):
-            prefix = self.policy.prefix(inputs)
+            prefix = self.policy.prefix(inputs, self.policy.frozen(inputs))
         return Ready(batch, inputs, prefix, moved.extra["noise"], moved.extra["time"], state)

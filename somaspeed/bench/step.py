@@ -67,12 +67,11 @@ def build(policy_name: str, size: str, batch: int, device: torch.device, shards:
     return Problem(case, policy, policy.prepare(loaded), loaded.extra["noise"], loaded.extra["time"])
 
 
-def run_ours(problem: Problem, prefix: Any) -> Outcome:
-    """Our step; with `prefix` given it is taken as read from the cache."""
+def run_ours(problem: Problem, frozen: Tensor | None) -> Outcome:
+    """Our step; with `frozen` given, that is taken as read from the cache."""
     policy, inputs = problem.policy, problem.inputs
     started = clock(policy.device)
-    if prefix is None:
-        prefix = policy.prefix(inputs)
+    prefix = policy.prefix(inputs, policy.frozen(inputs) if frozen is None else frozen)
     loss = policy.expert_loss(prefix, inputs, problem.noise, problem.time)
     loss.backward()
     return Outcome(clock(policy.device) - started, loss.detach())
@@ -91,7 +90,7 @@ def run_native(problem: Problem, variant: Variant) -> Outcome:
 def measure(problem: Problem, cached: bool, repeats: int) -> dict[str, Any]:
     """Every native variant and ours, in turn, `repeats` times after a first turn that warms up and is compared."""
     live = problem.policy.live_parameters()
-    prefix = problem.policy.prefix(problem.inputs) if cached else None
+    frozen = problem.policy.frozen(problem.inputs) if cached else None
     variants = {variant.name: variant for variant in problem.case.VARIANTS}
     seconds: dict[str, list[float]] = {name: [] for name in (*variants, OURS)}
     losses: dict[str, float] = {}
@@ -100,7 +99,7 @@ def measure(problem: Problem, cached: bool, repeats: int) -> dict[str, Any]:
         for name in seconds:
             for parameter in live.values():
                 parameter.grad = None
-            outcome = run_ours(problem, prefix) if name == OURS else run_native(problem, variants[name])
+            outcome = run_ours(problem, frozen) if name == OURS else run_native(problem, variants[name])
             if turn:
                 seconds[name].append(outcome.seconds / len(problem.noise))
                 continue

@@ -65,8 +65,15 @@ class Policy[InputsT, PrefixT](abc.ABC):
         """The model's inputs on its device, from a batch whose `extra` holds what `host` returned."""
 
     @abc.abstractmethod
-    def prefix(self, inputs: InputsT) -> PrefixT:
-        """What the frozen part computes of each sample: pure, without autograd, independent of the expert."""
+    def frozen(self, inputs: InputsT) -> Tensor:
+        """What the frozen part computes of each sample, [B, …]: a function of the sample alone, without autograd.
+
+        This is what the prefix cache stores, so it is the cheapest point from which `prefix` can go on.
+        """
+
+    @abc.abstractmethod
+    def prefix(self, inputs: InputsT, frozen: Tensor) -> PrefixT:
+        """All that the expert reads of the prefix, without autograd, from what `frozen` gave or the cache held."""
 
     @abc.abstractmethod
     def expert_loss(self, prefix: PrefixT, inputs: InputsT, noise: Tensor, time: Tensor) -> Tensor:

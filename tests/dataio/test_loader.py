@@ -56,13 +56,21 @@ def load(reader: ShardReader) -> Iterator[Callable[..., Loader]]:
         loader.close()
 
 
+def photo(index: int, camera: int) -> np.ndarray:
+    """Something that a codec changes a little: waves with noise, uint8 [40, 56, 3]."""
+    y, x = np.mgrid[:40, :56]
+    waves = np.stack([np.sin(x / 6 + index) + np.cos(y / (5 + c) + camera) for c in range(3)], 2)
+    noise = np.random.default_rng([index, camera]).normal(0, 4, waves.shape)
+    return (waves * 50 + noise + 128).clip(0, 255).astype(np.uint8)
+
+
 def samples(loader: Loader, count: int) -> list[list[int]]:
     return [next(loader).sample.tolist() for _ in range(count)]
 
 
-def threads_end() -> bool:
-    """Whether all of torchdata's threads are gone, within a few seconds."""
-    deadline = time.monotonic() + 5
+def threads_end(within: float = 5) -> bool:
+    """Whether all of torchdata's threads are gone `within` seconds."""
+    deadline = time.monotonic() + within
     while time.monotonic() < deadline:
         if not [t for t in threading.enumerate() if "_populate_queue" in t.name or "_apply_udf" in t.name]:
             return True
@@ -141,14 +149,15 @@ def test_a_subset_is_permuted_by_itself(load, reader: ShardReader) -> None:
 
 
 @pytest.mark.parametrize("codec", ["png", "jpeg"])
-def test_every_sample_equals_lerobot(image_dataset: Path, tmp_path: Path, codec: str) -> None:
+def test_every_sample_equals_lerobot(make_dataset, tmp_path: Path, codec: str) -> None:
+    dataset = make_dataset(picture=photo)
     deltas = CHUNK | {"observation.state": [-1, 0]}
     theirs = LeRobotDataset(
         "test/dataset",
-        root=image_dataset,
+        root=dataset,
         delta_timestamps={key: [delta / FPS for delta in distances] for key, distances in deltas.items()},
     )
-    reader = ShardReader(make_shards(image_dataset, tmp_path / codec, codec=codec))
+    reader = ShardReader(make_shards(dataset, tmp_path / codec, codec=codec))
     squares, values = 0.0, 0
     for batch in batches(reader, None, deltas, None, microbatch=4):
         for row, index in enumerate(batch.index.tolist()):
@@ -163,9 +172,9 @@ def test_every_sample_equals_lerobot(image_dataset: Path, tmp_path: Path, codec:
                 original = (item[camera.key] * 255).round().permute(1, 2, 0)
                 difference = batch.images[camera.name][row].float() - original
                 squares, values = squares + difference.square().sum().item(), values + difference.numel()
-    psnr = 10 * math.log10(255**2 * values / squared) if (squared := squares) else math.inf
+    psnr = 10 * math.log10(255**2 * values / squares) if squares else math.inf
     print(f"{codec}: PSNR {psnr:.1f} dB")
-    assert psnr == math.inf if codec == "png" else 35 < psnr < 60
+    assert psnr == math.inf if codec == "png" else 35 < psnr < 50
 
 
 def test_images_are_those_of_their_samples(load) -> None:
@@ -345,7 +354,7 @@ def test_close_ends_the_threads(load, reader: ShardReader) -> None:
     assert threads_end()
     loader = load(workers=2)
     held = next(loader)
-    assert not threads_end.__wrapped__() if hasattr(threads_end, "__wrapped__") else threading.active_count() > 3
+    assert not threads_end(within=0.3)
     loader.close()
     assert threads_end()
     with pytest.raises(RuntimeError, match="the loader was closed"):

@@ -64,7 +64,7 @@ def embed_prefix(core: PI05Pytorch, images: Tensor, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def prefix_kv(core: PI05Pytorch, images: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
-    """Keys (rotary applied) and values of every prefix layer, [layers, 2, B, P, D].
+    """Keys (rotary applied) and values of every prefix layer, [B, layers, 2, P, D].
 
     `lengths` int64 [B] counts the valid prefix tokens; the pads behind them are masked as keys, and their own rows
     are never read. Of the last layer only keys and values are needed, so nothing after them is computed.
@@ -81,13 +81,13 @@ def prefix_kv(core: PI05Pytorch, images: Tensor, tokens: Tensor, lengths: Tensor
         attention = layer.self_attn
         hidden = layer.input_layernorm(x)[0].to(compute)
         key, value = rotate(attention.k_proj(hidden), tables), attention.v_proj(hidden)
-        collected.append(torch.stack([key, value]))
+        collected.append(torch.stack([key, value], dim=1))
         if index + 1 == len(language.layers):
             break
         query = rotate(attention.q_proj(hidden).unflatten(-1, (-1, attention.head_dim)), tables)
         x = x + attention.o_proj(attend(query, key, value, attention.scaling, bias))
         x = x + layer.mlp(layer.post_attention_layernorm(x)[0].to(compute))
-    return torch.stack(collected)
+    return torch.stack(collected, dim=1)
 
 
 def time_condition(core: PI05Pytorch, time: Tensor) -> Tensor:
@@ -112,7 +112,8 @@ def expert_velocity(core: PI05Pytorch, kv: Tensor, lengths: Tensor, noisy: Tenso
     positions = lengths[:, None] + torch.arange(steps, device=x.device)
     tables = rotary_tables(expert.rotary_emb.inv_freq, positions)
     bias = F.pad(key_bias(lengths, kv.shape[3], compute), (0, steps))
-    for layer, (prefix_key, prefix_value) in zip(expert.layers, kv, strict=True):
+    for layer, layer_kv in zip(expert.layers, kv.unbind(1), strict=True):
+        prefix_key, prefix_value = layer_kv.unbind(1)
         attention = layer.self_attn
         hidden, gate = normed(layer.input_layernorm, x, condition, compute)
         query = rotate(attention.q_proj(hidden).unflatten(-1, (-1, attention.head_dim)), tables)

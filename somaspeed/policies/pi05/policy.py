@@ -54,7 +54,7 @@ class Inputs(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """The frozen prefix of a batch: keys and values [layers, 2, B, P, D], and how many tokens are valid, int64 [B]."""
+    """The frozen prefix of a batch: keys and values [B, layers, 2, P, D], and how many tokens are valid, int64 [B]."""
 
     kv: Tensor
     lengths: Tensor
@@ -64,6 +64,7 @@ class PI05(Policy[Inputs, Prefix]):
     """See `Policy`. Raises PolicyError for what this path does not train (LoRA, an unfrozen VLM)."""
 
     name = "pi05"
+    module: PI05Policy
 
     def __init__(self, config: Config, manifest: Manifest, device: torch.device) -> None:
         self.model_config, self.buckets, self.device = config.model, config.prefix.buckets, device
@@ -149,9 +150,13 @@ class PI05(Policy[Inputs, Prefix]):
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)
 
-    def prefix(self, inputs: Inputs) -> Prefix:
+    def frozen(self, inputs: Inputs) -> Tensor:
+        """Keys and values of every prefix layer, [B, layers, 2, P, D]."""
         with self.precision():
-            return Prefix(prefix_kv(self.core, inputs.images, inputs.tokens, inputs.lengths), inputs.lengths)
+            return prefix_kv(self.core, inputs.images, inputs.tokens, inputs.lengths)
+
+    def prefix(self, inputs: Inputs, frozen: Tensor) -> Prefix:
+        return Prefix(frozen, inputs.lengths)
 
     def expert_loss(self, prefix: Prefix, inputs: Inputs, noise: Tensor, time: Tensor) -> Tensor:
         weight = time[:, None, None]
