@@ -69,7 +69,9 @@ class Loader:
         """The next batch. Where one fails: DataError or RuntimeError naming the stage, from then on."""
         if self._stages is None:
             self._stages = self._chain(
-                OrderNode(self._order, self._samples, self._microbatch, self._rank, self._ranks, self._position)
+                OrderNode(
+                    self._order, self._samples, self._microbatch, self._rank, self._ranks, self._position
+                )
             )
             self._end = weakref.finalize(self, self._stages.close)
         try:

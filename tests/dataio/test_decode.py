@@ -12,7 +12,10 @@ from PIL import Image
 from dataio.decode import Decoder
 from dataio.manifest import Camera, DataError
 
-CAMERAS = [Camera("wrist", "observation.images.wrist", 48, 64), Camera("top", "observation.images.top", 33, 21)]
+CAMERAS = [
+    Camera("wrist", "observation.images.wrist", 48, 64),
+    Camera("top", "observation.images.top", 33, 21),
+]
 
 
 def picture(height: int, width: int, seed: int) -> np.ndarray:
@@ -96,7 +99,9 @@ def test_an_image_that_does_not_decode_is_named(damage: str) -> None:
         "garbage": np.frombuffer(b"this is no image at all, but some text" * 9, np.uint8),
         "empty header": good[:3].copy(),
     }[damage]
-    with pytest.raises(DataError, match=r"^sample 102: 'top' is not an image that decodes .*Shard the dataset"):
+    with pytest.raises(
+        DataError, match=r"^sample 102: 'top' is not an image that decodes .*Shard the dataset"
+    ):
         decoder.decode(encoded, buffers(4), lambda row: f"sample {100 + row}")
     encoded, out = batch_of(4), buffers(4)
     decoder.decode(encoded, out, str)
@@ -106,7 +111,9 @@ def test_an_image_that_does_not_decode_is_named(damage: str) -> None:
 def test_an_image_of_another_size_is_named() -> None:
     encoded = batch_of(4)
     encoded["wrist"][3] = encode(picture(64, 48, 0))
-    with pytest.raises(DataError, match=r"sample 3: 'wrist' is 48×64 \(width × height\), the manifest says 64×48"):
+    with pytest.raises(
+        DataError, match=r"sample 3: 'wrist' is 48×64 \(width × height\), the manifest says 64×48"
+    ):
         Decoder(CAMERAS, 4).decode(encoded, buffers(4), lambda row: f"sample {row}")
 
 

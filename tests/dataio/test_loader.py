@@ -47,7 +47,14 @@ def load(reader: ShardReader) -> Iterator[Callable[..., Loader]]:
     made = []
 
     def make(source: ShardReader = reader, **options) -> Loader:
-        defaults = {"samples": None, "windows": CHUNK, "cameras": None, "seed": 0, "microbatch": 3, "workers": 1}
+        defaults = {
+            "samples": None,
+            "windows": CHUNK,
+            "cameras": None,
+            "seed": 0,
+            "microbatch": 3,
+            "workers": 1,
+        }
         made.append(Loader(source, **(defaults | options)))
         return made[-1]
 
@@ -91,7 +98,12 @@ def test_global_batches_are_the_same_for_any_ranks(load, ranks: int, accumulatio
         load(microbatch=microbatch, rank=rank, ranks=ranks, windows={}, cameras=[]) for rank in range(ranks)
     ]
     for expected in GLOBAL_BATCHES:
-        union = [sample for _ in range(accumulation) for loader in loaders for sample in next(loader).sample.tolist()]
+        union = [
+            sample
+            for _ in range(accumulation)
+            for loader in loaders
+            for sample in next(loader).sample.tolist()
+        ]
         assert union == expected
 
 
@@ -117,7 +129,9 @@ def test_no_repeats_within_an_epoch(load, make_dataset, tmp_path: Path) -> None:
     assert [sorted(seen[epoch * 10 : epoch * 10 + 10]) for epoch in range(3)] == [list(range(10))] * 3
 
 
-@pytest.mark.parametrize(("lengths", "ranks", "microbatch"), [((5, 3, 2), 8, 2), ((5, 3, 2), 2, 2), ((1,), 4, 3)])
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "microbatch"), [((5, 3, 2), 8, 2), ((5, 3, 2), 2, 2), ((1,), 4, 3)]
+)
 def test_ranks_get_equal_batches(load, make_dataset, tmp_path: Path, lengths, ranks, microbatch) -> None:
     """Few, unequal shards: every rank gets as many batches of the same size, for as long as it asks."""
     reader = ShardReader(make_shards(make_dataset(lengths), tmp_path / "shards", samples_per_shard=1))
@@ -211,7 +225,9 @@ def test_transform_runs_in_the_background(load) -> None:
     assert batch.extra["mean"] == batch.images["image"].float().mean()
     assert batch.extra["thread"] is not threading.current_thread()
     moved = batch.to("meta")
-    assert moved.extra["doubled"].is_meta and moved.images["image"].is_meta and moved.columns["action"].is_meta
+    assert (
+        moved.extra["doubled"].is_meta and moved.images["image"].is_meta and moved.columns["action"].is_meta
+    )
 
 
 # ---- buffers
@@ -225,7 +241,9 @@ def test_held_batches_do_not_change(load) -> None:
     copy = only_a_view.clone()
     for _ in range(20):
         next(loader)
-    assert all(torch.equal(batch.images[name], c[name]) for batch, c in zip(held, copies, strict=True) for name in c)
+    assert all(
+        torch.equal(batch.images[name], c[name]) for batch, c in zip(held, copies, strict=True) for name in c
+    )
     assert torch.equal(only_a_view, copy)
     loader.close()
     assert torch.equal(held[0].images["image"], copies[0]["image"])
@@ -290,7 +308,9 @@ def test_resume_with_other_ranks_and_microbatch(load) -> None:
 def test_resume_reads_no_earlier_sample(load, reader: ShardReader, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
     original = reader.read
-    monkeypatch.setattr(reader, "read", lambda ids, cameras: read.append(ids.tolist()) or original(ids, cameras))
+    monkeypatch.setattr(
+        reader, "read", lambda ids, cameras: read.append(ids.tolist()) or original(ids, cameras)
+    )
     loader = load()
     position = 10_000 * 3
     loader.load_state_dict({"epoch": position // 15, "position": position % 15, "samples": 15, "seed": 0})
@@ -317,7 +337,9 @@ def test_an_error_names_its_stage_and_does_not_hang(load, reader: ShardReader, m
     try:
         loader = load()
         started = time.monotonic()
-        with pytest.raises(DataError, match=r"loader stage 'read': .*000001\.tar, sample 00000012 .*'image2'"):
+        with pytest.raises(
+            DataError, match=r"loader stage 'read': .*000001\.tar, sample 00000012 .*'image2'"
+        ):
             samples(loader, 20)
         with pytest.raises(DataError, match="loader stage 'read'"):  # and not the batch behind it
             next(loader)
@@ -337,7 +359,9 @@ def test_bytes_that_are_no_image_name_the_sample(load, reader: ShardReader, monk
         return images
 
     monkeypatch.setattr(reader, "read", read)
-    with pytest.raises(DataError, match=r"loader stage 'decode': .*sample 00000008 \(episode 1, frame 3\): 'image'"):
+    with pytest.raises(
+        DataError, match=r"loader stage 'decode': .*sample 00000008 \(episode 1, frame 3\): 'image'"
+    ):
         samples(load(), 20)
 
 

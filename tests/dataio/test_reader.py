@@ -125,7 +125,9 @@ def test_file_missing(broken: Path, name: str) -> None:
 def test_tar_cut_short(broken: Path) -> None:
     path = broken / "000001.tar"
     path.write_bytes(path.read_bytes()[:-700])
-    with pytest.raises(DataError, match=r"000001\.tar: \d+ bytes, the manifest says \d+; an interrupted copy"):
+    with pytest.raises(
+        DataError, match=r"000001\.tar: \d+ bytes, the manifest says \d+; an interrupted copy"
+    ):
         ShardReader(broken, verify="size")
 
 
@@ -143,7 +145,9 @@ def test_flipped_bit_is_found_on_reading(broken: Path) -> None:
     flip(broken / "000001.tar", place)
     reader = ShardReader(broken, verify="size")
     reader.encoded(11, "image2")
-    with pytest.raises(DataError, match=r"000001\.tar, sample 00000011 \(episode 2, frame 2\): 'image' .* CRC32"):
+    with pytest.raises(
+        DataError, match=r"000001\.tar, sample 00000011 \(episode 2, frame 2\): 'image' .* CRC32"
+    ):
         reader.encoded(11, "image")
     with pytest.raises(DataError, match="sample 00000011"):
         reader.read(np.arange(15), ["image2", "image"])
@@ -161,7 +165,9 @@ def test_index_of_another_tar(broken: Path) -> None:
         for shard, path in zip(manifest.shards, (first, second), strict=True)
     ]
     save_manifest(broken, msgspec.structs.replace(manifest, shards=shards))
-    with pytest.raises(DataError, match=r"000000\.index\.safetensors: index of another tar: its tar is 000001\.tar"):
+    with pytest.raises(
+        DataError, match=r"000000\.index\.safetensors: index of another tar: its tar is 000001\.tar"
+    ):
         ShardReader(broken)
 
 

@@ -13,7 +13,6 @@ import lerobot.policies.pi05.processor_pi05 as upstream_processor
 import numpy as np
 import torch
 from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
-from lerobot.optim import CosineDecayWithWarmupSchedulerConfig
 from lerobot.policies.common.vla_utils import resize_with_pad_torch
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.policies.pi05.modeling_pi05 import PI05Policy
@@ -29,10 +28,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from dataio.batch import Batch
-from dataio.manifest import Manifest, did_you_mean
+from dataio.manifest import Manifest
 from somaspeed.config import Config, ModelConfig, TrainingConfig
 from somaspeed.policies.base import Policy, PolicyError
 from somaspeed.policies.features import match_cameras, statistics_tensors
+from somaspeed.policies.lerobot import check_supported, checked_options, cosine_decay, save_module
 from somaspeed.policies.pi05.forward import expert_velocity, flow_loss, prefix_kv
 from somaspeed.policies.pi05.sizes import SIZES, build_on_meta, sized
 from somaspeed.policies.tokenizer import load_tokenizer, train_tokenizer
@@ -175,25 +175,10 @@ class PI05(Policy[Inputs, Prefix]):
         }
 
     def learning_rate(self, steps: int, settings: TrainingConfig) -> Callable[[int], float]:
-        """LeRobot's cosine decay with warm-up; it scales itself down when `steps` is below `decay_steps`."""
-        preset = CosineDecayWithWarmupSchedulerConfig(
-            num_warmup_steps=settings.warmup_steps,
-            num_decay_steps=settings.decay_steps,
-            peak_lr=settings.lr,
-            decay_lr=settings.decay_lr,
-        )
-        carrier = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=settings.lr)
-        factor: Any = preset.build(carrier, steps).lr_lambdas[0]
-        return lambda step: settings.lr * factor(step)
+        return cosine_decay(steps, settings)
 
     def save(self, directory: Path, final: Path) -> None:
-        live = {id(parameter) for parameter in self.live_parameters().values()}
-        state = self.module.state_dict(keep_vars=True)
-        copies = {  # live tensors are views of one buffer, and safetensors refuses shared storage
-            name: tensor.detach().to("cpu", copy=True) if id(tensor) in live else tensor.detach()
-            for name, tensor in state.items()
-        }
-        self.module.save_pretrained(directory, state_dict=copies)
+        save_module(self.module, self.live_parameters().values(), directory)
         self.tokenizer.save_pretrained(directory / "tokenizer")
         with self.named_tokenizer(final / "tokenizer"):
             self.preprocessor.save_pretrained(directory)
@@ -219,19 +204,7 @@ class PI05(Policy[Inputs, Prefix]):
 
 def lerobot_config(model: ModelConfig, renames: dict[str, str], manifest: Manifest, device: torch.device) -> PI05Config:
     """LeRobot's configuration: from the checkpoint or from the shards' features, with `[model]`'s own keys on top."""
-    if model.lora or not model.train_expert_only:
-        what = "LoRA" if model.lora else "training the vision-language model"
-        raise PolicyError(
-            f"{what} is not supported here: the frozen prefix is what makes this trainer fast. "
-            'Use backend = "native-pi05-lerobot-accelerate".'
-        )
-    if model.size not in SIZES:
-        raise PolicyError(f"model.size = {model.size!r} is not known{did_you_mean(model.size, SIZES)}")
-    fields = {field.name for field in dataclasses.fields(PI05Config)}
-    for key in model.options:
-        if key not in fields:
-            known = fields | set(ModelConfig.__struct_fields__) - {"options"}
-            raise PolicyError(f"model.{key} is neither a key of [model] nor of PI05Config{did_you_mean(key, known)}")
+    check_supported(model, SIZES, "native-pi05-lerobot-accelerate")
     size = SIZES[model.size]
     fixed = {
         "dtype": model.dtype,
@@ -241,7 +214,7 @@ def lerobot_config(model: ModelConfig, renames: dict[str, str], manifest: Manife
         "gradient_checkpointing": False,
         "compile_model": False,
         **({"image_resolution": (size.resolution, size.resolution)} if size else {}),
-        **model.options,
+        **checked_options(model, PI05Config),
     }
     if model.path:
         find_weights(model.path)
