@@ -6,6 +6,7 @@ import math
 import shutil
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -28,7 +29,7 @@ def report(config: Config, reader: ShardReader, policy: Policy, training: int, h
     console.print(f"policy   {model.name} ({model.size}, {model.dtype}), weights: {weights}")
     console.print(
         f"shards   {manifest.name}: {manifest.samples} samples, {len(manifest.episodes)} episodes, "
-        f"{len(manifest.tasks)} tasks, {manifest.fps:g} fps, {manifest.codec.name}, "
+        f"{len(np.unique(reader.task))} tasks, {manifest.fps:g} fps, {manifest.codec.name}, "
         f"rotated {manifest.rotation}° while sharding"
     )
     if manifest.quarantined:

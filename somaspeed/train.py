@@ -29,6 +29,7 @@ from somaspeed.parallel import Ranks
 from somaspeed.policies import policy_class
 from somaspeed.policies.base import PolicyError
 from somaspeed.prefix import PrefixStage
+from somaspeed.progress import closing_report
 
 EPILOG = """\
 Everything is checked before weights are read. Under torchrun every rank takes part:
@@ -137,9 +138,12 @@ def train(config: Config, shards: str, ranks: Ranks, resume: bool, check_only: b
         process_started(),
     )
     try:
-        return trainer.run()
+        summary = trainer.run()
     finally:
         loader.close()
+    if ranks.main:
+        closing_report(output, summary)
+    return summary
 
 
 def process_started() -> float:

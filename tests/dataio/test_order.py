@@ -1,4 +1,4 @@
-"""The global order: literal numbers, bijections, evenness, and access that does not depend on the set's size."""
+"""The global order: literal numbers, bijections, evenness, and access that costs nothing at any size."""
 
 from __future__ import annotations
 

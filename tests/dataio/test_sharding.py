@@ -1,4 +1,4 @@
-"""The sharding command: what is in the shards, what is left out, and that interrupted runs end as whole ones."""
+"""The sharding command: what is in the shards, what is left out, how interrupted runs end."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ from PIL import Image, JpegImagePlugin
 from tiny_lerobot import CAMERA_STRIDE, TASKS, draw_number, read_number
 
 import dataio.writer
-from dataio.encode import encode, make_codec, psnr, squared_error
-from dataio.frames import CorruptEpisode
 from dataio.manifest import load_manifest
 from dataio.reader import ShardReader
 from dataio.sharding import plan
@@ -170,7 +168,12 @@ def test_a_corrupt_video_leaves_out_the_episodes_in_it(
     make_dataset: Callable[..., Path], tmp_path: Path,
     command: Callable[..., int], capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    dataset = make_dataset((20, 20, 20), video=True, size=64)
+    def picture(index: int, camera: int) -> np.ndarray:
+        noise = np.random.default_rng(index).integers(0, 20, (128, 128, 3), np.uint8)
+        return draw_number(index, 128) + noise
+
+    # Damage that the decoder paints over without an error, as it does in frames of many macroblocks.
+    dataset = make_dataset((20, 20, 20), video=True, picture=picture)
     video = dataset / "videos/observation.images.image/chunk-000/file-000.mp4"
     raw = bytearray(video.read_bytes())
     data = raw.index(b"mdat") + 4
@@ -202,6 +205,10 @@ def test_a_shard_of_corrupt_episodes_only_does_not_exist(
     assert [shard.first for shard in load_manifest(out).shards] == [0, 5] and len(ShardReader(out)) == 11
     before = contents(out)
     (out / "000002.tar").write_bytes(before["000002.tar"][:-700])
+    assert command(dataset, out, "--samples-per-shard", 1) == 3
+    assert contents(out) == before
+    (out / "manifest.json").unlink()
+    (out / "000002.tar").write_bytes(before["000002.tar"][:-1] + b"x")
     assert command(dataset, out, "--samples-per-shard", 1) == 3
     assert contents(out) == before
     assert command(dataset, out, "--samples-per-shard", 1) == 3
@@ -384,22 +391,6 @@ def test_two_runs_do_not_share_a_directory(
     assert "another process is sharding into it" in capsys.readouterr().err
     os.close(held)
     assert command(image_dataset, tmp_path) == 0
-
-
-def test_stored_images_are_compared_with_their_frames() -> None:
-    frame = draw_number(1234, 32)
-    other = draw_number(1235, 32)
-    jpeg, png = make_codec("jpeg", 95, "4:4:4"), make_codec("png", 95, "4:4:4")
-    assert psnr(squared_error(encode(frame, jpeg), frame, jpeg), frame.size) > 40
-    assert squared_error(encode(frame, png), frame, png) == 0
-    almost = frame.copy()
-    almost[5, 7, 2] += 1
-    assert psnr(squared_error(encode(frame, png), almost, jpeg), frame.size) == pytest.approx(
-        10 * math.log10(255**2 * frame.size)
-    )
-    for codec, wrong in [(jpeg, other), (jpeg, frame[:16]), (png, almost)]:
-        with pytest.raises(CorruptEpisode):
-            squared_error(encode(frame, codec), wrong, codec)
 
 
 def test_plan_keeps_episodes_whole() -> None:
