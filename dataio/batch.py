@@ -18,7 +18,8 @@ class Batch:
 
     sample: int64 [B], ids in the shard set.
     epoch, position: int64 [B], where each sample stands in the order; with the seed they key its draws.
-    images: camera → uint8 [B, H, W, 3], RGB at source size, on the host or (decoded there) on the device.
+    images: camera → uint8 [b, H, W, 3], RGB at source size, on the host or (decoded there) on the device.
+    image_rows: int64 [b], the rows that `images` holds, in order: all B, but for those that the loader's `skip` named.
     columns: LeRobot key → [B, *shape], or [B, T, *shape] where windowed, in the column's own dtype.
     is_pad: windowed LeRobot key → bool [B, T], True where the window left the episode.
     task: int64 [B], index into the manifest's tasks.
@@ -38,6 +39,7 @@ class Batch:
     frame: torch.Tensor
     index: torch.Tensor
     timestamp: torch.Tensor
+    image_rows: torch.Tensor
     extra: dict[str, Any] = field(default_factory=dict)
     lease: Lease | None = field(default=None, repr=False)
 
@@ -57,6 +59,18 @@ class Batch:
         event.record(torch.cuda.current_stream(torch.device(device)))
         self.lease.fence(event)
         return dataclasses.replace(moved, lease=None)
+
+    def with_images(self) -> Batch:
+        """The batch of the rows that have images. `extra` is taken along row by row."""
+        rows = self.image_rows
+
+        def take(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: take(item) for key, item in value.items()}
+            return value[rows] if isinstance(value, torch.Tensor) and len(value) == len(self) else value
+
+        taken = {item.name: take(getattr(self, item.name)) for item in dataclasses.fields(self)}
+        return Batch(**{**taken, "images": self.images, "image_rows": torch.arange(len(rows), device=rows.device)})
 
     def pin(self) -> Batch:
         """This batch with every host tensor in page-locked memory; one that is so already is not copied."""

@@ -13,7 +13,7 @@ from dataio.decode import Decoder, Device
 from dataio.manifest import DataError
 from dataio.order import Stream
 from dataio.reader import ShardReader, sample_ids
-from dataio.stages import OrderNode, Request, SequenceNode, Stages, Transform
+from dataio.stages import OrderNode, Request, SequenceNode, Skip, Stages, Transform
 from dataio.windows import Windows
 
 
@@ -39,6 +39,7 @@ class Loader:
         prefetch: int = 2,
         device: Device = "cpu",
         transform: Transform | None = None,
+        skip: Skip | None = None,
     ):
         """
         samples: the ids to train on (None: all); the order runs over these.
@@ -57,7 +58,7 @@ class Loader:
         self._order = Stream(len(self._samples), seed)
         self._seed = seed
         self._microbatch, self._rank, self._ranks = microbatch, rank, ranks
-        self._chain = _chain(reader, windows, cameras, microbatch, workers, prefetch, device, transform)
+        self._chain = _chain(reader, windows, cameras, microbatch, workers, prefetch, device, transform, skip)
         self._position = 0
         self._stages: Stages | None = None
         self._end: weakref.finalize | None = None
@@ -128,7 +129,7 @@ def batches(
     other arguments and the errors are those of `Loader`.
     """
     ids = sample_ids(reader, samples)
-    chain = _chain(reader, windows, cameras, microbatch, workers, prefetch, device, transform)
+    chain = _chain(reader, windows, cameras, microbatch, workers, prefetch, device, transform, None)
     return _drain(chain(SequenceNode(ids, microbatch)))
 
 
@@ -153,6 +154,7 @@ def _chain(
     prefetch: int,
     device: Device,
     transform: Transform | None,
+    skip: Skip | None,
 ) -> Callable[[BaseNode[Request]], Stages]:
     """Check the arguments, make what lasts; returns a function from a source node to its stages."""
     for name, value, least in (
@@ -173,4 +175,5 @@ def _chain(
         workers=workers,
         prefetch=prefetch,
         transform=transform,
+        skip=skip,
     )

@@ -31,6 +31,7 @@ from dataio.ring import Lease, Ring
 from dataio.windows import Windows
 
 Transform = Callable[[Batch], dict[str, Any]]
+Skip = Callable[[np.ndarray], np.ndarray]  # sample ids [B] → bool [B], True where no image is needed
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A batch before decoding: camera → B encoded images, and the rows of the columns."""
+    """A batch before decoding: camera → encoded images of `image_rows`, and the rows of the columns."""
 
     request: Request
+    image_rows: np.ndarray
     images: dict[str, list[np.ndarray]]
     columns: dict[str, np.ndarray]
     is_pad: dict[str, np.ndarray]
@@ -150,8 +152,10 @@ class Stages:
         workers: int,
         prefetch: int,
         transform: Transform | None,
+        skip: Skip | None,
     ):
         self._reader, self._windows, self._decoder, self._transform = reader, windows, decoder, transform
+        self._skip = skip
         # Threads start out on device 0; this process may own another one.
         self._cuda = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._stream = torch.cuda.Stream(self._cuda) if decoder.device == "mixed" else None
@@ -223,16 +227,17 @@ class Stages:
         return work
 
     def _read(self, request: Request) -> Encoded:
-        images = self._reader.read(request.sample, list(self._decoder.cameras))
+        rows = np.arange(len(request.sample)) if self._skip is None else np.flatnonzero(~self._skip(request.sample))
+        images = self._reader.read(request.sample[rows], list(self._decoder.cameras))
         columns, is_pad = self._windows.gather(request.sample)
-        return Encoded(request, images, columns, is_pad)
+        return Encoded(request, rows, images, columns, is_pad)
 
     def _decode(self, encoded: Encoded) -> Batch:
-        reader, request = self._reader, encoded.request
-        images, lease = self._buffers(len(request.sample))
-        self._decoder.decode(
-            encoded.images, images, lambda row: reader.locate(request.sample[row]), self._stream
-        )
+        reader, request, rows = self._reader, encoded.request, encoded.image_rows
+        images, lease = self._buffers(len(rows))
+        if len(rows):
+            with_images = request.sample[rows]
+            self._decoder.decode(encoded.images, images, lambda row: reader.locate(with_images[row]), self._stream)
         tensor = torch.from_numpy
         return Batch(
             sample=tensor(request.sample),
@@ -246,6 +251,7 @@ class Stages:
             frame=tensor(reader.frame[request.sample]),
             index=tensor(reader.index[request.sample]),
             timestamp=tensor(reader.timestamp[request.sample]),
+            image_rows=tensor(rows),
             lease=lease,
         )
 

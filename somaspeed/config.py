@@ -51,7 +51,10 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PrefixConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The frozen prefix."""
 
-    cache: Literal["off"] = "off"
+    cache: Literal["off", "memory", "disk"] = "off"  # keep what the frozen part computes, and read it back
+    directory: str = ""  # of the disk cache; default: prefix_cache beside the run's output
+    dtype: Literal["compute", "bfloat16"] = "compute"  # of the cache; bfloat16 rounds where the run computes in float32
+    lookahead: Literal[0, 1] = 1  # prefixes computed ahead, hiding the reduction; 0 hides nothing
     buckets: tuple[Positive, ...] = (64, 96, 128, 200)  # static prompt lengths, in tokens
 
 

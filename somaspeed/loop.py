@@ -114,10 +114,13 @@ class Trainer:
             if micro + 1 < self.accumulation:
                 self.ready = self.stage.next()
         pending = self.ranks.start_sum([arena.grad for arena in self.optimizer.arenas])
-        if not last_update:
+        ahead = self.config.prefix.lookahead and not last_update
+        if ahead:
             self.ready = self.stage.next()
         with self.timer.phase("reduce_exposed"):
             self.ranks.finish(pending)
+        if not ahead and not last_update:
+            self.ready = self.stage.next()
         with self.timer.phase("update"):
             self.lr = self.learning_rate(self.step)
             self.grad_norm = self.optimizer.step(self.lr, divisor=self.ranks.world * self.accumulation)
@@ -188,12 +191,13 @@ class Trainer:
         assert self.held_out is not None
         total, count = 0.0, 0.0
         timer, self.stage.timer = self.stage.timer, PhaseTimer(self.ranks.device)
+        cached, self.stage.cached = self.stage.cached, None  # held-out frames come with their images
         for batch in self.held_out():
             ready = self.stage.run(batch, {})
             loss = self.policy.expert_loss(ready.prefix, ready.inputs, ready.noise, ready.time)
             total += loss.item() * len(batch.sample)
             count += len(batch.sample)
-        self.stage.timer = timer
+        self.stage.timer, self.stage.cached = timer, cached
         total, count = (value * self.ranks.world for value in self.ranks.mean([total, count]))
         return total / count
 
@@ -201,6 +205,8 @@ class Trainer:
         """Write a checkpoint of the state after the last update."""
         if self.saved_step == self.step:
             return
+        if self.stage.cached:
+            self.stage.cached.make_durable()
         if self.ranks.main:
             state = checkpoint.TrainingState(
                 step=self.step,

@@ -12,7 +12,6 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
 
 from dataio.batch import Batch
 from dataio.loader import Loader, batches
@@ -28,7 +27,7 @@ from somaspeed.optim import ArenaAdamW, make_arenas
 from somaspeed.parallel import Ranks
 from somaspeed.policies import policy_class
 from somaspeed.policies.base import PolicyError
-from somaspeed.prefix import PrefixStage
+from somaspeed.prefix import PrefixStage, open_cached_prefix
 from somaspeed.progress import closing_report
 
 EPILOG = """\
@@ -106,8 +105,11 @@ def train(config: Config, shards: str, ranks: Ranks, resume: bool, check_only: b
     }
     seed = config.training.seed
 
-    def host(batch: Batch, fixed: bool) -> dict[str, Tensor]:
-        return policy.host(batch) | draw_batch(seed, batch, policy.draw, fixed)
+    cached = open_cached_prefix(config, ranks, reader, policy) if config.prefix.cache != "off" else None
+
+    def host(batch: Batch, fixed: bool) -> dict[str, Any]:
+        slots = cached.host(batch) if cached and not fixed else {}
+        return policy.host(batch) | draw_batch(seed, batch, policy.draw, fixed) | slots
 
     def held_out_batches() -> Iterable[Batch]:
         mine = held_out[ranks.rank :: ranks.world]
@@ -120,6 +122,7 @@ def train(config: Config, shards: str, ranks: Ranks, resume: bool, check_only: b
         rank=ranks.rank,
         ranks=ranks.world,
         transform=lambda batch: host(batch, fixed=False),
+        skip=cached.skip if cached else None,
         **loading,
     )
     if resumed:
@@ -130,7 +133,7 @@ def train(config: Config, shards: str, ranks: Ranks, resume: bool, check_only: b
         ranks,
         policy,
         optimizer,
-        PrefixStage(loader, policy, ranks.device, timer),
+        PrefixStage(loader, policy, ranks.device, timer, cached),
         timer,
         held_out_batches if len(held_out) else None,
         identity,
@@ -141,6 +144,8 @@ def train(config: Config, shards: str, ranks: Ranks, resume: bool, check_only: b
         summary = trainer.run()
     finally:
         loader.close()
+        if cached:
+            cached.close()
     if ranks.main:
         closing_report(output, summary)
     return summary

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,14 @@ from torch import Tensor, nn
 from dataio.batch import Batch
 from dataio.manifest import Manifest
 from somaspeed.config import Config, TrainingConfig
+
+
+class CacheSlot(NamedTuple):
+    """What the prefix cache keeps of one sample: a tensor of `shape`, whose `axis` is padded to the slot's length."""
+
+    shape: tuple[int, ...]
+    axis: int
+    compute_dtype: torch.dtype  # of `frozen`; the cache may store a narrower one
 
 
 class PolicyError(ValueError):
@@ -54,7 +62,10 @@ class Policy[InputsT, PrefixT](abc.ABC):
 
     @abc.abstractmethod
     def host(self, batch: Batch) -> dict[str, Tensor]:
-        """CPU side of `prepare`, run in the loader's thread: normalised columns and text tokens, as CPU tensors."""
+        """CPU side of `prepare`, run in the loader's thread: normalised columns and text tokens, as CPU tensors.
+
+        A policy with a prefix cache adds `cacheable`, bool [B]: whose frozen part fits a slot.
+        """
 
     @abc.abstractmethod
     def draw(self, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -62,7 +73,10 @@ class Policy[InputsT, PrefixT](abc.ABC):
 
     @abc.abstractmethod
     def prepare(self, batch: Batch) -> InputsT:
-        """The model's inputs on its device, from a batch whose `extra` holds what `host` returned."""
+        """The model's inputs on its device, from a batch whose `extra` holds what `host` returned.
+
+        The batch may have images for some rows only (`image_rows`), or none: then `frozen` is not called on it.
+        """
 
     @abc.abstractmethod
     def frozen(self, inputs: InputsT) -> Tensor:
@@ -70,6 +84,18 @@ class Policy[InputsT, PrefixT](abc.ABC):
 
         This is what the prefix cache stores, so it is the cheapest point from which `prefix` can go on.
         """
+
+    def cache_slot(self) -> CacheSlot:
+        """The shape of one sample's `frozen`. Raises PolicyError when the recipe rules a cache out."""
+        raise PolicyError(f'{self.name} has no prefix cache; set prefix.cache = "off".')
+
+    def cache_key(self) -> dict[str, Any]:
+        """All that `frozen` depends on beside weights and frames, as plain values: the cache is keyed by it."""
+        raise PolicyError(f'{self.name} has no prefix cache; set prefix.cache = "off".')
+
+    def frozen_length(self, inputs: InputsT) -> int:
+        """The length of `frozen` along the slot's axis for these inputs."""
+        raise PolicyError(f'{self.name} has no prefix cache; set prefix.cache = "off".')
 
     @abc.abstractmethod
     def prefix(self, inputs: InputsT, frozen: Tensor) -> PrefixT:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import pytest
 import torch
 
+from dataio.batch import Batch
 from dataio.ring import Ring
 
 
@@ -73,18 +75,16 @@ def test_fences_are_waited_for() -> None:
 
 @pytest.mark.gpu
 def test_copies_from_page_locked_buffers_are_complete_before_reuse() -> None:
-    from dataio.batch import Batch
-
     ring = Ring(1 << 26, spare=1, pinned=True)
-    empty = torch.empty(0)
+    tensors = {item.name: torch.empty(0) for item in dataclasses.fields(Batch)}
     copies = []
     for number in range(20):
         lease = ring.lease()
         assert lease.memory.is_pinned()
         lease.memory.fill_(number)
-        images = {"image": lease.memory}
-        batch = Batch(empty, empty, empty, images, {}, {}, empty, empty, empty, empty, empty, lease=lease)
+        fields = {"images": {"image": lease.memory}, "columns": {}, "is_pad": {}, "extra": {}, "lease": lease}
+        batch = Batch(**(tensors | fields))
         copies.append(batch.to("cuda").images["image"])
-        del lease, images, batch
+        del lease, fields, batch
     torch.cuda.synchronize()
     assert [int(copy.min()) for copy in copies] == [int(copy.max()) for copy in copies] == list(range(20))

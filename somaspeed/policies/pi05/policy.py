@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import lerobot.policies.pi05.processor_pi05 as upstream_processor
+import msgspec
 import numpy as np
 import torch
 from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
 from lerobot.policies.common.vla_utils import resize_with_pad_torch
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
-from lerobot.policies.pi05.modeling_pi05 import PI05Policy
+from lerobot.policies.pi05.modeling_pi05 import PI05Policy, get_gemma_config
 from lerobot.utils.constants import (
     ACTION,
     OBS_IMAGES,
@@ -30,7 +31,7 @@ from transformers import PreTrainedTokenizerFast
 from dataio.batch import Batch
 from dataio.manifest import Manifest
 from somaspeed.config import Config, ModelConfig, TrainingConfig
-from somaspeed.policies.base import Policy, PolicyError
+from somaspeed.policies.base import CacheSlot, Policy, PolicyError
 from somaspeed.policies.features import match_cameras, statistics_tensors
 from somaspeed.policies.lerobot import check_supported, checked_options, cosine_decay, save_module
 from somaspeed.policies.pi05.forward import expert_velocity, flow_loss, prefix_kv
@@ -72,6 +73,8 @@ class PI05(Policy[Inputs, Prefix]):
         self.lerobot_config = lerobot_config(config.model, config.data.map, manifest, device)
         self.tasks = manifest.tasks
         self.cameras = match_cameras(manifest, config.data.map, self.lerobot_config.image_features)
+        self.patches = len(self.cameras) * (self.lerobot_config.image_resolution[0] // PATCH) ** 2
+        self.statistics = msgspec.to_builtins(manifest.statistics)
         self.windows = {ACTION: list(range(self.lerobot_config.chunk_size))}
         self.action_dim = manifest.column(ACTION).shape[0]
         self.tokenizer = self.make_tokenizer()
@@ -118,6 +121,7 @@ class PI05(Policy[Inputs, Prefix]):
         return {
             "tokens": processed[OBS_LANGUAGE_TOKENS][:, : min(bucket, mask.shape[1])].contiguous(),
             "lengths": lengths,
+            "cacheable": lengths <= self.buckets[0],
             "actions": nn.functional.pad(processed[ACTION], (0, padding)),
         }
 
@@ -135,12 +139,13 @@ class PI05(Policy[Inputs, Prefix]):
         groups = [torch.cat(frames)] if len(shapes) == 1 else frames
         images = torch.cat([self.resize(group) for group in groups])
         images = images.unflatten(0, (len(frames), -1)).transpose(0, 1)
-        patches = len(frames) * (self.lerobot_config.image_resolution[0] // PATCH) ** 2
         extra = batch.extra
-        return Inputs(images, extra["tokens"], extra["lengths"] + patches, extra["actions"], batch.is_pad[ACTION])
+        return Inputs(images, extra["tokens"], extra["lengths"] + self.patches, extra["actions"], batch.is_pad[ACTION])
 
     def resize(self, frames: Tensor) -> Tensor:
         """uint8 [N, H, W, 3] → float32 [N, 3, R, R] in [-1, 1]."""
+        if not len(frames):
+            return torch.empty(0, 3, *self.lerobot_config.image_resolution, device=frames.device)
         scaled = frames.to(torch.float32) / 255
         resolution = tuple(self.lerobot_config.image_resolution)
         if scaled.shape[1:3] != resolution:
@@ -154,6 +159,28 @@ class PI05(Policy[Inputs, Prefix]):
         """Keys and values of every prefix layer, [B, layers, 2, P, D]."""
         with self.precision():
             return prefix_kv(self.core, inputs.images, inputs.tokens, inputs.lengths)
+
+    def cache_slot(self) -> CacheSlot:
+        """Keys and values [layers, 2, P, D] for the patches and the smallest prompt bucket."""
+        size = SIZES[self.model_config.size]
+        vlm = size.vlm if size else get_gemma_config(self.lerobot_config.paligemma_variant)
+        shape = (vlm.depth, 2, self.patches + self.buckets[0], vlm.head_dim)
+        narrow = self.autocast or self.model_config.dtype == "bfloat16"
+        return CacheSlot(shape, 2, torch.bfloat16 if narrow else torch.float32)
+
+    def cache_key(self) -> dict[str, Any]:
+        return {
+            "config": {name: str(value) for name, value in dataclasses.asdict(self.lerobot_config).items()},
+            "cameras": self.cameras,
+            "bucket": self.buckets[0],
+            "autocast": self.autocast,
+            "tokenizer": self.tokenizer.backend_tokenizer.to_str(),
+            "tasks": self.tasks,
+            "statistics": {key: value for key, value in self.statistics.items() if key == OBS_STATE},
+        }
+
+    def frozen_length(self, inputs: Inputs) -> int:
+        return self.patches + inputs.tokens.shape[1]
 
     def prefix(self, inputs: Inputs, frozen: Tensor) -> Prefix:
         return Prefix(frozen, inputs.lengths)
