@@ -43,10 +43,12 @@ class Decoder:
         out: Mapping[str, torch.Tensor],
         where: Callable[[int], str],
         stream: torch.cuda.Stream | None = None,
+        rows: np.ndarray | None = None,
     ) -> None:
         """Decode `encoded` (camera → B arrays, uint8 [bytes]) into `out` (camera → uint8 [B, H, W, 3], RGB).
 
-        For "mixed", `out` lies on the device; the copy runs on `stream` and is complete on return.
+        For "mixed", `out` lies on the device; the copy runs on `stream` and is complete on return. On the host `out`
+        may hold more: the images then go to its `rows`, int64 [B].
         `where(row)` names a sample in errors: DataError for an image that does not decode, or is not of the
         camera's size.
         """
@@ -66,7 +68,12 @@ class Decoder:
                         f"{where(row)}: {name!r} is {shape[1]}×{shape[0]} (width × height), the manifest "
                         f"says {camera.width}×{camera.height}. Shard the dataset again."
                     )
-            feed_ndarray(images.as_tensor(), out[name], cuda_stream=stream)
+            if self.device == "mixed":
+                feed_ndarray(images.as_tensor(), out[name], cuda_stream=stream)
+            elif rows is None:
+                np.copyto(out[name].numpy(), np.asarray(images.as_tensor()))
+            else:
+                out[name].numpy()[rows] = np.asarray(images.as_tensor())
         if stream is not None:
             stream.synchronize()  # the next run reuses the pipeline's outputs
 

@@ -10,6 +10,7 @@ from torchdata.nodes import BaseNode
 
 from dataio.batch import Batch
 from dataio.decode import Decoder, Device
+from dataio.frame_cache import FrameCache
 from dataio.manifest import DataError
 from dataio.order import Stream
 from dataio.reader import ShardReader, sample_ids
@@ -40,6 +41,7 @@ class Loader:
         device: Device = "cpu",
         transform: Transform | None = None,
         skip: Skip | None = None,
+        frame_cache: FrameCache | None = None,
     ):
         """
         samples: the ids to train on (None: all); the order runs over these.
@@ -50,6 +52,8 @@ class Loader:
         prefetch: finished batches kept waiting, at least 1.
         device: where images are decoded, "cpu" or "mixed" (the current CUDA device).
         transform: called with each batch in the background, returns what becomes `Batch.extra` (a dict).
+        skip: says which samples need no image.
+        frame_cache: of the same cameras and device; decoded frames are kept there and read from there.
         Raises DataError for unknown cameras, columns and samples, and for numbers that make no sense.
         """
         if not 0 <= rank < ranks:
@@ -58,7 +62,9 @@ class Loader:
         self._order = Stream(len(self._samples), seed)
         self._seed = seed
         self._microbatch, self._rank, self._ranks = microbatch, rank, ranks
-        self._chain = _chain(reader, windows, cameras, microbatch, workers, prefetch, device, transform, skip)
+        self._chain = _chain(
+            reader, windows, cameras, microbatch, workers, prefetch, device, transform, skip, frame_cache
+        )
         self._position = 0
         self._stages: Stages | None = None
         self._end: weakref.finalize | None = None
@@ -122,6 +128,7 @@ def batches(
     prefetch: int = 2,
     device: Device = "cpu",
     transform: Transform | None = None,
+    frame_cache: FrameCache | None = None,
 ) -> Iterator[Batch]:
     """Each of `samples` (ids; None: all) exactly once, in the order given: for evaluation.
 
@@ -129,7 +136,7 @@ def batches(
     other arguments and the errors are those of `Loader`.
     """
     ids = sample_ids(reader, samples)
-    chain = _chain(reader, windows, cameras, microbatch, workers, prefetch, device, transform, None)
+    chain = _chain(reader, windows, cameras, microbatch, workers, prefetch, device, transform, None, frame_cache)
     return _drain(chain(SequenceNode(ids, microbatch)))
 
 
@@ -155,6 +162,7 @@ def _chain(
     device: Device,
     transform: Transform | None,
     skip: Skip | None,
+    frame_cache: FrameCache | None,
 ) -> Callable[[BaseNode[Request]], Stages]:
     """Check the arguments, make what lasts; returns a function from a source node to its stages."""
     for name, value, least in (
@@ -166,6 +174,8 @@ def _chain(
             raise DataError(f"{name} must be a whole number of at least {least}, got {value!r}")
     manifest = reader.manifest
     wanted = manifest.cameras if cameras is None else [manifest.camera(name) for name in cameras]
+    if frame_cache is not None and list(frame_cache.cameras) != [camera.name for camera in wanted]:
+        raise DataError(f"the frame cache is of cameras {list(frame_cache.cameras)}, not of those asked for.")
     decoder = Decoder(wanted, microbatch, max(1, workers), device)
     return functools.partial(
         Stages,
@@ -176,4 +186,5 @@ def _chain(
         prefetch=prefetch,
         transform=transform,
         skip=skip,
+        frame_cache=frame_cache,
     )

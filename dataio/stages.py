@@ -1,7 +1,8 @@
 """The stages between order and batch, as torchdata nodes: order → read → decode → prepare → prefetch.
 
 order     which samples come next                                            (the source node)
-read      encoded images from the mapped tars, checked; columns and windows  (`workers` threads, in order)
+read      encoded images from the mapped tars, checked, or frames from the
+          frame cache; columns and windows                                   (`workers` threads, in order)
 decode    pixels into a buffer of the ring                                   (DALI's threads)
 prepare   the caller's host-side transform, page-locking                     (the prefetch thread)
 prefetch  finished batches, waiting                                          (a queue)
@@ -24,6 +25,7 @@ from torchdata.nodes import BaseNode, Mapper, ParallelMapper, Prefetcher
 
 from dataio.batch import Batch
 from dataio.decode import Decoder
+from dataio.frame_cache import FrameCache
 from dataio.manifest import DataError
 from dataio.order import Stream
 from dataio.reader import ShardReader
@@ -45,11 +47,19 @@ class Request:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A batch before decoding: camera → encoded images of `image_rows`, and the rows of the columns."""
+    """A batch before decoding: b rows of the request have images, of which those at `missing` are yet to be decoded.
+
+    images: camera → encoded images of the missing ones.
+    frames: camera → uint8 [b, H, W, 3] on the host, filled from the frame cache but for `missing`; None when that
+        held none of them.
+    """
 
     request: Request
     image_rows: np.ndarray
+    missing: np.ndarray
     images: dict[str, list[np.ndarray]]
+    frames: dict[str, torch.Tensor] | None
+    lease: Lease | None
     columns: dict[str, np.ndarray]
     is_pad: dict[str, np.ndarray]
 
@@ -153,15 +163,18 @@ class Stages:
         prefetch: int,
         transform: Transform | None,
         skip: Skip | None,
+        frame_cache: FrameCache | None = None,
     ):
         self._reader, self._windows, self._decoder, self._transform = reader, windows, decoder, transform
-        self._skip = skip
+        self._skip, self._cache = skip, frame_cache
         # Threads start out on device 0; this process may own another one.
         self._cuda = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._stream = torch.cuda.Stream(self._cuda) if decoder.device == "mixed" else None
-        # Spare buffers: one being filled, `prefetch` waiting, one with the consumer.
+        # Spare buffers: one being filled, `prefetch` waiting, one with the consumer; behind a frame cache every
+        # worker fills some, two at a time.
         frames = sum(camera.height * camera.width * 3 for camera in decoder.cameras.values())
-        self._ring = Ring(decoder.batch * frames, spare=prefetch + 2, pinned=self._cuda is not None)
+        spare = prefetch + 2 + (2 * workers if frame_cache else 0)
+        self._ring = Ring(decoder.batch * frames, spare, pinned=self._cuda is not None)
         self._closed = threading.Event()
         node: BaseNode[Any] = Until(self._closed, source)
         node = ParallelMapper(node, self._stage("read", self._read), num_workers=workers)
@@ -228,16 +241,22 @@ class Stages:
 
     def _read(self, request: Request) -> Encoded:
         rows = np.arange(len(request.sample)) if self._skip is None else np.flatnonzero(~self._skip(request.sample))
-        images = self._reader.read(request.sample[rows], list(self._decoder.cameras))
+        samples = request.sample[rows]
+        frames, lease, missing = None, None, np.arange(len(rows))
+        if self._cache is not None and (cached := self._cache.has(samples)).any():
+            frames, lease = self._host_buffers(len(rows))
+            self._cache.read(samples[cached], np.flatnonzero(cached), frames)
+            missing = np.flatnonzero(~cached)
+        images = self._reader.read(samples[missing], list(self._decoder.cameras))
         columns, is_pad = self._windows.gather(request.sample)
-        return Encoded(request, rows, images, columns, is_pad)
+        return Encoded(request, rows, missing, images, frames, lease, columns, is_pad)
 
     def _decode(self, encoded: Encoded) -> Batch:
         reader, request, rows = self._reader, encoded.request, encoded.image_rows
-        images, lease = self._buffers(len(rows))
-        if len(rows):
-            with_images = request.sample[rows]
-            self._decoder.decode(encoded.images, images, lambda row: reader.locate(with_images[row]), self._stream)
+        if self._stream is None:
+            images, lease = self._decode_on_host(encoded)
+        else:
+            images, lease = self._decode_on_device(encoded, self._stream), None
         tensor = torch.from_numpy
         return Batch(
             sample=tensor(request.sample),
@@ -255,20 +274,48 @@ class Stages:
             lease=lease,
         )
 
-    def _buffers(self, batch: int) -> tuple[dict[str, torch.Tensor], Lease | None]:
-        """Where to decode to: camera → uint8 [batch, H, W, 3]. On a device torch's allocator is the ring."""
-        shapes = {
-            name: (batch, camera.height, camera.width, 3) for name, camera in self._decoder.cameras.items()
-        }
-        if self._stream is not None:
-            with torch.cuda.stream(self._stream):
-                return {
-                    name: torch.empty(shape, dtype=torch.uint8, device=self._stream.device)
-                    for name, shape in shapes.items()
-                }, None
+    def _decode_on_host(self, encoded: Encoded) -> tuple[dict[str, torch.Tensor], Lease | None]:
+        """The images of `image_rows`, camera → uint8 [b, H, W, 3], in a buffer of the ring."""
+        missing, frames, lease = encoded.missing, encoded.frames, encoded.lease
+        samples = encoded.request.sample[encoded.image_rows][missing]
+        rows = None if frames is None else missing
+        if frames is None:
+            frames, lease = self._host_buffers(len(encoded.image_rows))
+        if len(missing):
+            self._decoder.decode(encoded.images, frames, lambda row: self._reader.locate(samples[row]), rows=rows)
+            if self._cache is not None:
+                self._cache.write(samples, missing, frames)
+        return frames, lease
+
+    def _decode_on_device(self, encoded: Encoded, stream: torch.cuda.Stream) -> dict[str, torch.Tensor]:
+        """As `_decode_on_host`, on the device, where torch's allocator is the ring; complete on return."""
+        missing, size = encoded.missing, len(encoded.image_rows)
+        samples = encoded.request.sample[encoded.image_rows][missing]
+        shapes = {name: (len(missing), c.height, c.width, 3) for name, c in self._decoder.cameras.items()}
+        with torch.cuda.stream(stream):
+            decoded = {
+                name: torch.empty(shape, dtype=torch.uint8, device=stream.device) for name, shape in shapes.items()
+            }
+            if len(missing):
+                self._decoder.decode(encoded.images, decoded, lambda row: self._reader.locate(samples[row]), stream)
+                if self._cache is not None:
+                    host = {name: image.cpu() for name, image in decoded.items()}
+                    self._cache.write(samples, np.arange(len(missing)), host)
+            if encoded.frames is None:
+                return decoded
+            place = torch.from_numpy(missing).to(stream.device)
+            images = {name: frames.to(stream.device, non_blocking=True) for name, frames in encoded.frames.items()}
+            if len(missing) < size:
+                images = {name: image.index_copy_(0, place, decoded[name]) for name, image in images.items()}
+            stream.synchronize()  # the buffer goes back now
+            return images
+
+    def _host_buffers(self, batch: int) -> tuple[dict[str, torch.Tensor], Lease]:
+        """A buffer of the ring as camera → uint8 [batch, H, W, 3], uninitialised."""
         lease = self._ring.lease()
         images, used = {}, 0
-        for name, shape in shapes.items():
+        for name, camera in self._decoder.cameras.items():
+            shape = (batch, camera.height, camera.width, 3)
             size = math.prod(shape)
             images[name] = lease.memory[used : used + size].view(shape)
             used += size

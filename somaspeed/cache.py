@@ -1,95 +1,25 @@
-"""The prefix cache: what the frozen part computed of a frame, kept in one memory-mapped file per key.
-
-    <directory>/<key>/header.json   what the slots hold, and of what
-    <directory>/<key>/slots.bin     one slot per sample of the shard set, sparse until written
-    <directory>/<key>/valid.bin     one byte per slot: 0 empty, 1 written, 2 known to be on stable storage
-
-A slot's byte is set after its bytes, so a killed run leaves no half slot; after a crash of the machine only slots
-marked 2 are believed. The key is a hash of everything the slots depend on, so a stale cache is never opened.
-Several ranks of a node map the same files; two that write one slot write the same bytes.
-"""
+"""The prefix cache: what the frozen part computed of a frame, kept in slots (dataio/slots.py), one per sample."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import math
-import mmap
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from dataio.atomic import write_bytes
+from dataio.manifest import DataError
+from dataio.slots import DURABLE, SHARED_MEMORY, WRITTEN, open_slots
+from dataio.slots import Slots as PrefixCache
 from somaspeed.config import ConfigError
 
-WRITTEN, DURABLE = 1, 2
-SHARED_MEMORY = Path("/dev/shm")
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+__all__ = ["DURABLE", "SHARED_MEMORY", "WRITTEN", "PrefixCache", "open_cache", "read_bandwidth", "weights_digest"]
 CHUNK = 1 << 24  # elements hashed at a time
 PROBE_BYTES = 256 << 20
-
-
-class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the files hold. `boot` tells whether the machine has restarted since."""
-
-    samples: int
-    shape: tuple[int, ...]
-    dtype: str
-    boot: str
-    key: dict[str, Any]
-
-
-class PrefixCache:
-    """Slots [samples, *shape] of `dtype`, read and written by sample id. Open it with `open_cache`."""
-
-    def __init__(self, directory: Path, samples: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.directory, self.shape, self.dtype = directory, shape, dtype
-        self.slot_bytes = math.prod(shape) * dtype.itemsize
-        self.slots_file = os.open(directory / "slots.bin", os.O_RDWR | os.O_CREAT, 0o644)
-        self.valid_file = os.open(directory / "valid.bin", os.O_RDWR | os.O_CREAT, 0o644)
-        for descriptor, size in ((self.slots_file, samples * self.slot_bytes), (self.valid_file, samples)):
-            os.ftruncate(descriptor, size)
-        self.slots = np.frombuffer(mmap.mmap(self.slots_file, 0), np.uint8).reshape(samples, self.slot_bytes)
-        self.valid = np.frombuffer(mmap.mmap(self.valid_file, 0), np.uint8)
-
-    def has(self, samples: np.ndarray) -> np.ndarray:
-        """Which of `samples` int64 [B] are in the cache, bool [B]."""
-        return self.valid[samples] != 0
-
-    def read(self, sample: int, out: Tensor) -> None:
-        """Copy one slot into `out`, uint8 [slot_bytes] on the host."""
-        out.numpy()[:] = self.slots[sample]
-
-    def write(self, samples: np.ndarray, values: Tensor) -> None:
-        """Store `values` [B, *shape] of `dtype`, on the host, for `samples`; those that are there already are kept."""
-        raw = values.contiguous().view(torch.uint8).reshape(len(samples), self.slot_bytes).numpy()
-        for row in np.flatnonzero(~self.has(samples)):
-            self.slots[samples[row]] = raw[row]
-            self.valid[samples[row]] = WRITTEN
-
-    def make_durable(self) -> None:
-        """Flush the slots written so far to stable storage, then mark them so."""
-        written = np.flatnonzero(self.valid == WRITTEN)
-        os.fsync(self.slots_file)
-        self.valid[written] = DURABLE
-        os.fsync(self.valid_file)
-
-    def filled(self) -> int:
-        """How many slots hold something."""
-        return int(np.count_nonzero(self.valid))
-
-    def close(self) -> None:
-        """Flush and let go of the files."""
-        self.make_durable()
-        os.close(self.slots_file)
-        os.close(self.valid_file)
 
 
 def open_cache(
@@ -99,34 +29,11 @@ def open_cache(
 
     Raises ConfigError, with the numbers, when a cache that is yet to be filled does not fit.
     """
-    digest = hashlib.sha256(msgspec.json.encode(key, order="sorted")).hexdigest()[:20]
-    directory = root / digest
-    header_file = directory / "header.json"
-    boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
-    header = Header(samples, shape, str(dtype), boot, key)
-    known = None
-    with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):
-        known = msgspec.json.decode(header_file.read_bytes(), type=Header)
-    needed = samples * math.prod(shape) * dtype.itemsize
-    present = 0
-    with contextlib.suppress(FileNotFoundError):
-        present = (directory / "slots.bin").stat().st_blocks * 512
-    existing = next(path for path in (root, *root.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if needed - present > free:
-        raise ConfigError(
-            f"prefix.cache: {samples} slots of {needed / samples / 1e6:.2f} MB need {needed / 1e9:.1f} GB in {root}, "
-            f"{present / 1e9:.1f} GB are there and {free / 1e9:.1f} GB are free. "
-            'Set prefix.directory to a larger disk, or prefix.cache = "off".'
-        )
-    directory.mkdir(parents=True, exist_ok=True)
-    cache = PrefixCache(directory, samples, shape, dtype)
-    if known is None:
-        cache.valid[:] = 0
-    elif known.boot != boot:
-        cache.valid[cache.valid == WRITTEN] = 0
-    write_bytes(header_file, msgspec.json.format(msgspec.json.encode(header), indent=1))
-    return cache
+    advice = 'Set prefix.directory to a larger disk, or prefix.cache = "off".'
+    try:
+        return open_slots(root, key, samples, shape, dtype, "prefix.cache", advice)
+    except DataError as error:
+        raise ConfigError(str(error)) from None
 
 
 @torch.no_grad()

@@ -16,13 +16,12 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from dataio.atomic import PARTIAL, sync, write_bytes
 from somaspeed.optim import ArenaAdamW
-from somaspeed.policies.base import Policy
 
 PRETRAINED, TRAINING, LAST = "pretrained_model", "training_state", "last"
+OPTIMIZER = "optimizer-{shard:03d}-of-{shards:03d}.safetensors"
 UNREADABLE = "{path}: cannot read its {what} ({error}). Remove it to resume from the one before."
 
 
@@ -37,6 +36,7 @@ class TrainingState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loader: dict[str, Any]
     identity: dict[str, Any]
     slots: list[list[tuple[str, int, list[int]]]]
+    shards: int = 1
     skipped_updates: int = 0
 
 
@@ -45,20 +45,26 @@ def slots_of(optimizer: ArenaAdamW) -> list[list[tuple[str, int, list[int]]]]:
     return [[(slot.name, slot.offset, list(slot.shape)) for slot in arena.slots] for arena in optimizer.arenas]
 
 
-def save_checkpoint(
-    output: Path, policy: Policy, optimizer: ArenaAdamW, state: TrainingState, keep: int | None
-) -> Path:
-    """Write `checkpoints/<step>`: everything under a temporary name, then one rename. Returns its path."""
-    final = output / "checkpoints" / f"{state.step:06d}"
-    temporary = final.with_name(final.name + PARTIAL)
+def begin(output: Path, step: int) -> Path:
+    """Make the empty directory, under a temporary name, that `write_optimizer` and the policy fill. Main rank."""
+    temporary = partial(output, step)
     shutil.rmtree(temporary, ignore_errors=True)
-    pretrained, training = temporary / PRETRAINED, temporary / TRAINING
-    pretrained.mkdir(parents=True)
-    training.mkdir()
-    policy.save(pretrained, final / PRETRAINED)
+    (temporary / PRETRAINED).mkdir(parents=True)
+    (temporary / TRAINING).mkdir()
+    return temporary
+
+
+def write_optimizer(output: Path, step: int, optimizer: ArenaAdamW, shard: int, shards: int) -> None:
+    """Write one shard's flat ranges. One rank of every shard group position calls it."""
     tensors = {name: tensor.detach().cpu() for name, tensor in optimizer.state_dict().items()}
-    save_file(tensors, training / "optimizer.safetensors")
-    write_bytes(training / "state.json", msgspec.json.format(msgspec.json.encode(state), indent=1))
+    save_file(tensors, partial(output, step) / TRAINING / OPTIMIZER.format(shard=shard, shards=shards))
+
+
+def finish(output: Path, state: TrainingState, keep: int | None) -> Path:
+    """Write the state, flush everything and give the checkpoint its name. Main rank, after all have written."""
+    temporary = partial(output, state.step)
+    final = output / "checkpoints" / f"{state.step:06d}"
+    write_bytes(temporary / TRAINING / "state.json", msgspec.json.format(msgspec.json.encode(state), indent=1))
     for path in sorted(temporary.rglob("*")):
         sync(path)
     if final.exists():
@@ -69,6 +75,10 @@ def save_checkpoint(
         for old in finished(output)[:-keep]:
             shutil.rmtree(old)
     return final
+
+
+def partial(output: Path, step: int) -> Path:
+    return output / "checkpoints" / f"{step:06d}{PARTIAL}"
 
 
 def link_last(final: Path) -> None:
@@ -110,15 +120,19 @@ def load_state(output: Path, identity: dict[str, Any]) -> tuple[Path, TrainingSt
 
 
 def load_tensors(path: Path, state: TrainingState, optimizer: ArenaAdamW) -> None:
-    """Restore masters, moments and compute parameters from checkpoint `path`. Raises CheckpointError."""
+    """Restore masters, moments and compute parameters, saved in whatever layout. Raises CheckpointError."""
     if slots_of(optimizer) != [[(name, offset, list(shape)) for name, offset, shape in arena] for arena in state.slots]:
         raise CheckpointError(f"{path}: its parameters are not those of this policy; the configuration has changed.")
     try:
-        tensors: dict[str, Tensor] = load_file(path / TRAINING / "optimizer.safetensors")
+        parts = [
+            load_file(path / TRAINING / OPTIMIZER.format(shard=shard, shards=state.shards))
+            for shard in range(state.shards)
+        ]
     except (OSError, SafetensorError) as error:
         raise CheckpointError(UNREADABLE.format(path=path, what="optimizer state", error=error)) from None
-    with torch.no_grad():
-        optimizer.load_state_dict(tensors)
+    tensors = {name: torch.cat([part[name] for part in parts]) if parts[0][name].ndim else parts[0][name]
+               for name in parts[0]}  # fmt: skip
+    optimizer.load_state_dict(tensors)
     optimizer.skipped.fill_(state.skipped_updates)
 
 

@@ -46,6 +46,8 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     held_out: Fraction = 0.0  # fraction of episodes kept for the held-out loss
     verify: Literal["auto", "full", "size"] = "auto"  # what to check of every shard before training
     prefetch: Positive = 2  # batches decoded ahead
+    frame_cache: Literal["off", "disk", "memory"] = "off"  # keep decoded frames; later epochs decode nothing
+    frame_cache_directory: str = ""  # of the disk cache; default: frame_cache beside the run's output
 
 
 class PrefixConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,8 +63,9 @@ class PrefixConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ParallelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How ranks share the work. Frozen weights are replicated and never communicated."""
 
-    replicate: Positive | None = None  # number of replicas; default: every rank
-    shard: Literal[1] = 1
+    replicate: Positive | None = None  # number of replicas; default: ranks / shard
+    shard: Positive = 1  # consecutive ranks that split masters, moments and update between them
+    wire: Literal["float32", "bfloat16"] = "float32"  # how gradients travel; they are summed in float32
     timeout_seconds: Annotated[float, Meta(gt=0)] = 600.0
 
 
@@ -85,6 +88,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     precision: Literal["float32", "bfloat16"] | None = None  # default: model.dtype
     warmup_measurement: NonNegative = 5  # first updates left out of the steady rate
     max_seconds: Annotated[float, Meta(gt=0)] | None = None  # stop early, set-up included
+    max_training_seconds: Annotated[float, Meta(gt=0)] | None = None  # stop early, by the updates' own time
     max_nonfinite: NonNegative = 5  # updates skipped for non-finite gradients before the run stops
     log_every: Positive = 10
     save_every: Positive | None = None  # default: at the end

@@ -23,6 +23,7 @@ from somaspeed.policies.base import Policy
 from somaspeed.prefix import PrefixStage, Ready
 from somaspeed.preview import save_preview
 from somaspeed.progress import Progress
+from somaspeed.reduction import Reduction
 
 
 class NonFiniteError(RuntimeError):
@@ -45,6 +46,7 @@ class Trainer:
         ranks: Ranks,
         policy: Policy,
         optimizer: ArenaAdamW,
+        reduction: Reduction,
         stage: PrefixStage,
         timer: PhaseTimer,
         held_out: Callable[[], Iterable[Batch]] | None,
@@ -53,6 +55,7 @@ class Trainer:
         started: float,
     ) -> None:
         self.config, self.ranks, self.policy, self.optimizer = config, ranks, policy, optimizer
+        self.reduction = reduction
         self.stage, self.timer, self.held_out, self.identity = stage, timer, held_out, identity
         self.settings, self.output, self.started = config.training, Path(config.output), started
         self.accumulation = config.accumulation(ranks.world)
@@ -113,17 +116,18 @@ class Trainer:
             del ready, loss  # two prefixes are never alive at once
             if micro + 1 < self.accumulation:
                 self.ready = self.stage.next()
-        pending = self.ranks.start_sum([arena.grad for arena in self.optimizer.arenas])
+        self.reduction.start()
         ahead = self.config.prefix.lookahead and not last_update
         if ahead:
             self.ready = self.stage.next()
         with self.timer.phase("reduce_exposed"):
-            self.ranks.finish(pending)
+            self.reduction.finish()
         if not ahead and not last_update:
             self.ready = self.stage.next()
         with self.timer.phase("update"):
             self.lr = self.learning_rate(self.step)
             self.grad_norm = self.optimizer.step(self.lr, divisor=self.ranks.world * self.accumulation)
+            self.reduction.gather()
             self.optimizer.zero_grad()
         self.timer.spans.append(("step", start, self.timer.mark()))
         self.step += 1
@@ -177,8 +181,9 @@ class Trainer:
 
     def decide_stop(self) -> None:
         """Whether to stop here; every rank takes the same decision."""
-        limit = self.settings.max_seconds
-        late = limit is not None and time.perf_counter() - self.started >= limit
+        total, updates = self.settings.max_seconds, self.settings.max_training_seconds
+        late = total is not None and time.perf_counter() - self.started >= total
+        late = late or (updates is not None and sum(self.slowest) >= updates)
         timed_out, signalled = self.ranks.maximum([float(late), float(self.signalled)])
         if self.step == self.settings.steps:
             self.stop_reason = "completed"
@@ -207,15 +212,25 @@ class Trainer:
             return
         if self.stage.cached:
             self.stage.cached.make_durable()
+        layout = self.reduction.layout
+        if self.ranks.main:
+            temporary = checkpoint.begin(self.output, self.step)
+            final = self.output / "checkpoints" / f"{self.step:06d}"
+            self.policy.save(temporary / checkpoint.PRETRAINED, final / checkpoint.PRETRAINED)
+        self.ranks.barrier()
+        if self.ranks.rank < layout.shards:  # the first shard group
+            checkpoint.write_optimizer(self.output, self.step, self.optimizer, layout.shard, layout.shards)
+        self.ranks.barrier()
         if self.ranks.main:
             state = checkpoint.TrainingState(
                 step=self.step,
                 loader=self.loader_state,
                 identity=self.identity,
                 slots=checkpoint.slots_of(self.optimizer),
+                shards=layout.shards,
                 skipped_updates=int(self.optimizer.skipped),
             )
-            checkpoint.save_checkpoint(self.output, self.policy, self.optimizer, state, self.settings.keep_checkpoints)
+            checkpoint.finish(self.output, state, self.settings.keep_checkpoints)
         self.ranks.barrier()
         self.saved_step = self.step
 

@@ -25,8 +25,8 @@ class PhaseTimer:
     host's waiting, so it is always taken from the clock.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
+    def __init__(self, device: torch.device, phases: tuple[str, ...] = PHASES) -> None:
+        self.cuda, self.phases = device.type == "cuda", phases
         self.spans: list[tuple[str, Any, Any]] = []
 
     def mark(self, host: bool = False) -> Any:
@@ -48,7 +48,7 @@ class PhaseTimer:
         """Seconds by phase since the last call, and the seconds of each step. Waits for the device."""
         if self.cuda:
             torch.cuda.synchronize()
-        seconds = dict.fromkeys(PHASES, 0.0)
+        seconds = dict.fromkeys(self.phases, 0.0)
         steps = []
         for name, start, end in self.spans:
             elapsed = end - start if isinstance(start, float) else start.elapsed_time(end) / 1000

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from somaspeed.config import ConfigError, ParallelConfig
+from somaspeed.config import ParallelConfig
 
 
 class Ranks:
@@ -24,38 +23,26 @@ class Ranks:
     def __init__(self, settings: ParallelConfig) -> None:
         self.rank = int(os.environ.get("RANK", 0))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
-        if settings.replicate not in (None, self.world):
-            raise ConfigError(
-                f"parallel.replicate = {settings.replicate}, but {self.world} rank(s) are running. "
-                "Leave it out, or start that many with torchrun --nproc-per-node."
-            )
         if torch.cuda.is_available():
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
             torch.cuda.set_device(self.device)
         else:
             self.device = torch.device("cpu")
         if self.world > 1:
+            timeout = datetime.timedelta(seconds=settings.timeout_seconds)
+            self.store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
             dist.init_process_group(
                 "nccl" if self.device.type == "cuda" else "gloo",
-                timeout=datetime.timedelta(seconds=settings.timeout_seconds),
+                store=self.store,
+                rank=self.rank,
+                world_size=self.world,
+                timeout=timeout,
             )
 
     @property
     def main(self) -> bool:
         """Whether this rank writes files and speaks."""
         return self.rank == 0
-
-    def start_sum(self, tensors: list[Tensor]) -> list[Any]:
-        """Start summing `tensors` over all ranks in place; hand the result to `finish`."""
-        if self.world == 1:
-            return []
-        return [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-
-    @staticmethod
-    def finish(pending: list[Any]) -> None:
-        """Wait until the sums that `start_sum` began are complete on this rank's stream."""
-        for work in pending:
-            work.wait()
 
     def maximum(self, values: list[float]) -> list[float]:
         """The element-wise maximum of `values` over ranks. Synchronises; for logging steps."""
@@ -71,6 +58,20 @@ class Ranks:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op=operation)
         return tensor.tolist()
+
+    def missing(self, patience: float = 5.0) -> list[int]:
+        """After a collective failed: the ranks that did not fail in one too, because they died or gave up before.
+
+        Every rank that is left says so in the store and waits `patience` seconds for each of the others.
+        """
+        self.store.set(f"failed/{self.rank}", "1")
+        silent = []
+        for other in range(self.world):
+            try:
+                self.store.wait([f"failed/{other}"], datetime.timedelta(seconds=patience))
+            except (RuntimeError, dist.DistError):
+                silent.append(other)
+        return silent
 
     def barrier(self) -> None:
         if self.world > 1:

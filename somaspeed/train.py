@@ -14,6 +14,8 @@ import psutil
 import torch
 
 from dataio.batch import Batch
+from dataio.decode import Device
+from dataio.frame_cache import FrameCache, open_frame_cache
 from dataio.loader import Loader, batches
 from dataio.manifest import DataError
 from dataio.reader import ShardReader
@@ -29,6 +31,7 @@ from somaspeed.policies import policy_class
 from somaspeed.policies.base import PolicyError
 from somaspeed.prefix import PrefixStage, open_cached_prefix
 from somaspeed.progress import closing_report
+from somaspeed.reduction import Layout, Reduction
 
 EPILOG = """\
 Everything is checked before weights are read. Under torchrun every rank takes part:
@@ -66,6 +69,16 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, DataError, PolicyError, checkpoint.CheckpointError, NonFiniteError) as error:
         print(f"somaspeed-train: error: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if ranks is None or ranks.world == 1:
+            raise
+        silent = ", ".join(map(str, ranks.missing())) or "none"
+        print(
+            f"somaspeed-train: error on rank {ranks.rank}: {error}\n"
+            f"ranks that no longer answer: {silent}. See what they printed; --resume goes on from the last checkpoint.",
+            file=sys.stderr,
+        )
+        return 3
     finally:
         if ranks:
             ranks.close()
@@ -77,6 +90,7 @@ def train(config: Config, shards: str, ranks: Ranks, resume: bool, check_only: b
     if config.backend != "somaspeed":
         raise ConfigError(f"backend = {config.backend!r} is not run by this command; it trains with 'somaspeed'.")
     config.accumulation(ranks.world)
+    layout = Layout(ranks, config.parallel)
     reader = ShardReader(shards, config.data.verify)
     training, held_out = split_episodes(reader, config.data.held_out, config.training.seed)
     policy = policy_class(config.model.name)(config, reader.manifest, ranks.device)
@@ -92,7 +106,8 @@ def train(config: Config, shards: str, ranks: Ranks, resume: bool, check_only: b
     ranks.barrier()
 
     policy.load()
-    optimizer = ArenaAdamW(make_arenas(policy.live_parameters()), config.training)
+    arenas = make_arenas(policy.live_parameters(), policy.group_of, layout.shards)
+    optimizer = ArenaAdamW(arenas, config.training, layout.shard, layout.shards, layout.total)
     if resumed:
         checkpoint.load_tensors(*resumed, optimizer)
     loading: dict[str, Any] = {
@@ -103,6 +118,8 @@ def train(config: Config, shards: str, ranks: Ranks, resume: bool, check_only: b
         "prefetch": config.data.prefetch,
         "device": "mixed" if ranks.device.type == "cuda" else "cpu",
     }
+    frames = frame_cache(config, reader, policy.cameras, loading["device"], ranks.main)
+    loading["frame_cache"] = frames
     seed = config.training.seed
 
     cached = open_cached_prefix(config, ranks, reader, policy) if config.prefix.cache != "off" else None
@@ -133,6 +150,7 @@ def train(config: Config, shards: str, ranks: Ranks, resume: bool, check_only: b
         ranks,
         policy,
         optimizer,
+        Reduction(layout, optimizer, config.parallel.wire),
         PrefixStage(loader, policy, ranks.device, timer, cached),
         timer,
         held_out_batches if len(held_out) else None,
@@ -146,9 +164,24 @@ def train(config: Config, shards: str, ranks: Ranks, resume: bool, check_only: b
         loader.close()
         if cached:
             cached.close()
+        if frames:
+            frames.close()
     if ranks.main:
         closing_report(output, summary)
     return summary
+
+
+def frame_cache(
+    config: Config, reader: ShardReader, cameras: list[str], device: Device, main: bool
+) -> FrameCache | None:
+    """The frame cache that the configuration asks for; `main` says what it holds."""
+    if config.data.frame_cache == "off":
+        return None
+    directory = config.data.frame_cache_directory or Path(config.output).parent / "frame_cache"
+    cache = open_frame_cache(reader, cameras, config.data.frame_cache, directory, device)
+    if main:
+        print(cache.describe(), flush=True)
+    return cache
 
 
 def process_started() -> float:

@@ -13,7 +13,7 @@ import torch
 
 from dataio.atomic import write_bytes
 from dataio.manifest import DataError
-from somaspeed.bench import step
+from somaspeed.bench import compare, loader, scaling, step, verify
 from somaspeed.config import ConfigError
 from somaspeed.policies import POLICIES
 from somaspeed.policies.base import PolicyError
@@ -43,6 +43,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     for command in (flops, timed):
         command.add_argument("--policy", required=True, choices=sorted(POLICIES))
         command.add_argument("--json", type=Path, metavar="FILE", help="also write the document here")
+    for module in (compare, loader, scaling, verify):
+        module.add_command(commands)
     return parser.parse_args(argv)
 
 
@@ -91,10 +93,12 @@ def run_step(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. Returns 0, or 2 after an error that the user can mend."""
+    """Run the command. Returns 0, 2 after an error that the user can mend, or the status the sub-command documents."""
     arguments = parse_arguments(argv)
     try:
         document = arguments.run(arguments)
+        if isinstance(document, int):
+            return document
     except (ConfigError, DataError, PolicyError) as error:
         print(f"somaspeed-bench: error: {error}", file=sys.stderr)
         return 2

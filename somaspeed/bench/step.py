@@ -46,7 +46,7 @@ def build(policy_name: str, size: str, batch: int, device: torch.device, shards:
     reader = ShardReader(shards)
     raw = {
         "output": "unused",
-        "model": {"name": policy_name, "size": size, **case.MODEL},
+        "model": {"name": policy_name, "size": size, "dtype": precision, **case.MODEL},
         "training": {"steps": 1, "microbatch": batch, "precision": precision},
     }
     config = parse_config(raw, "bench")
@@ -143,12 +143,13 @@ def compare(
             }
             for name in seconds
         },
-        "scope": "forward and backward; no data loading, preprocessing or optimizer",
+        "scope": "forward and backward; no data loading, preprocessing or optimizer; CPU seconds on the CPU",
     }
 
 
 def clock(device: torch.device) -> float:
-    """Seconds; on a CUDA device after all work so far is done."""
+    """Seconds: of the clock on a CUDA device, after all work so far; of this process on the CPU, which may be shared."""
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter()
+        return time.perf_counter()
+    return time.process_time()

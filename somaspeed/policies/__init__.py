@@ -10,7 +10,11 @@ from dataio.manifest import did_you_mean
 if TYPE_CHECKING:
     from somaspeed.policies.base import Policy
 
-POLICIES = {"pi05": "somaspeed.policies.pi05.policy:PI05"}
+POLICIES = {
+    "groot": "somaspeed.policies.groot.policy:Groot",
+    "molmoact2": "somaspeed.policies.molmoact2.policy:MolmoAct2",
+    "pi05": "somaspeed.policies.pi05.policy:PI05",
+}
 
 
 def policy_class(name: str) -> type[Policy]:

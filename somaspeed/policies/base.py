@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dataio.batch import Batch
 from dataio.manifest import Manifest
 from somaspeed.config import Config, TrainingConfig
+from somaspeed.optim import Group
 
 
 class CacheSlot(NamedTuple):
@@ -108,6 +109,10 @@ class Policy[InputsT, PrefixT](abc.ABC):
     @abc.abstractmethod
     def live_parameters(self) -> dict[str, nn.Parameter]:
         """The trainable parameters that receive gradients, by their LeRobot names, in the module's order."""
+
+    def group_of(self, name: str, parameter: nn.Parameter) -> Group:
+        """How a live parameter is updated; by default all alike, with weight decay."""
+        return Group()
 
     @abc.abstractmethod
     def learning_rate(self, steps: int, settings: TrainingConfig) -> Callable[[int], float]:

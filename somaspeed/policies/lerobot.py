@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lerobot.optim import CosineDecayWithWarmupSchedulerConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
-from torch import nn
+from torch import Tensor, nn
 
 from dataio.manifest import did_you_mean
 from somaspeed.config import ModelConfig, TrainingConfig
@@ -54,10 +54,30 @@ def cosine_decay(steps: int, settings: TrainingConfig) -> Callable[[int], float]
     return lambda step: settings.lr * factor(step)
 
 
-def save_module(module: PreTrainedPolicy, live: Iterable[nn.Parameter], directory: Path) -> None:
+def narrow_frozen(module: nn.Module) -> dict[str, Tensor]:
+    """Store the frozen fp32 weights of linear and convolution layers in bf16; returns the originals, on the host.
+
+    Under autocast these layers round their weights to bf16 in every call, so results stay bit-identical. Norms and
+    embeddings compute in fp32 and keep their dtype.
+    """
+    originals = {}
+    for prefix, layer in module.named_modules():
+        if not isinstance(layer, nn.Linear | nn.Conv2d):
+            continue
+        for name, parameter in layer.named_parameters(recurse=False):
+            if not parameter.requires_grad and parameter.dtype == torch.float32:
+                originals[f"{prefix}.{name}"] = parameter.detach().cpu()
+                parameter.data = parameter.data.to(torch.bfloat16)
+    return originals
+
+
+def save_module(
+    module: PreTrainedPolicy, live: Iterable[nn.Parameter], originals: dict[str, Tensor], directory: Path
+) -> None:
     """Write LeRobot's `config.json` and `model.safetensors` with the full state dict.
 
     Live parameters are views of one buffer, and safetensors refuses shared storage, so they are copied to the host.
+    `originals` replace weights that `narrow_frozen` stored in bf16.
     """
     views = {id(parameter) for parameter in live}
     state = module.state_dict(keep_vars=True)
@@ -65,4 +85,4 @@ def save_module(module: PreTrainedPolicy, live: Iterable[nn.Parameter], director
         name: tensor.detach().to("cpu", copy=True) if id(tensor) in views else tensor.detach()
         for name, tensor in state.items()
     }
-    module.save_pretrained(directory, state_dict=copies)
+    module.save_pretrained(directory, state_dict=copies | originals)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dataio.manifest import did_you_mean
 from somaspeed.policies.base import PolicyError
 
 FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 Rename = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
@@ -39,18 +42,51 @@ def find_weights(path: str) -> Path:
         ) from None
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold the weights of checkpoint `directory`: one, or those that its index names.
+
+    Raises PolicyError when there are none or one of them is missing.
+    """
+    if (directory / FILE).is_file():
+        return [directory / FILE]
+    try:
+        index = json.loads((directory / INDEX).read_text())
+        files = [directory / name for name in sorted(set(index["weight_map"].values()))]
+    except FileNotFoundError:
+        raise PolicyError(f"model.path = {directory}: neither {FILE} nor {INDEX} in it") from None
+    except (json.JSONDecodeError, KeyError) as error:
+        raise PolicyError(f"{directory / INDEX}: not an index of weights: {error}") from None
+    for file in files:
+        if not file.is_file():
+            raise PolicyError(f"{directory / INDEX} names {file.name}, which is not there; copy it again.")
+    return files
+
+
+def load_weights(files: list[Path], device: torch.device) -> dict[str, Tensor]:
+    """All tensors of `files`, on `device`."""
+    return {name: tensor for file in files for name, tensor in load_file(file, device=str(device)).items()}
+
+
+def read_header(file: Path) -> dict[str, Tensor]:
+    """Meta tensors of the shapes in the header of `file`. Raises PolicyError when it cannot be read."""
+    try:
+        with safe_open(file, framework="pt") as handle:
+            return {key: torch.empty(handle.get_slice(key).get_shape(), device="meta") for key in handle.keys()}
+    except SafetensorError as error:
+        raise PolicyError(f"{file}: not a readable safetensors file: {error}") from None
+
+
 def check_header(file: Path, expected: dict[str, Tensor], rename: Rename, size: str) -> None:
     """Compare names and shapes in the header of `file` with `expected` (meta tensors), reading no weight.
 
     `rename` is LeRobot's own key mapping for the policy. Raises PolicyError listing what is missing, left over or of
     another shape: a partial load would leave the rest random.
     """
-    try:
-        with safe_open(file, framework="pt") as handle:
-            header = {key: torch.empty(handle.get_slice(key).get_shape(), device="meta") for key in handle.keys()}
-    except SafetensorError as error:
-        raise PolicyError(f"{file}: not a readable safetensors file: {error}") from None
-    found = rename(header)
+    compare_shapes(file, expected, rename(read_header(file)), size)
+
+
+def compare_shapes(file: Path, expected: dict[str, Tensor], found: dict[str, Tensor], size: str) -> None:
+    """Raise PolicyError listing what `found` in `file` lacks or has beside `expected`, and other shapes."""
     missing = sorted(expected.keys() - found.keys())
     unknown = sorted(found.keys() - expected.keys())
     shapes = [key for key in sorted(expected.keys() & found.keys()) if expected[key].shape != found[key].shape]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from somaspeed.optim import ArenaAdamW, make_arenas
+from somaspeed.optim import Arena, ArenaAdamW, Group, make_arenas
 from tests.somaspeed.cases import tiny_config
 
 
@@ -16,8 +16,12 @@ def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in shapes.items()}
 
 
+def arenas_of(live: dict[str, nn.Parameter]) -> list[Arena]:
+    return make_arenas(live, lambda name, parameter: Group())
+
+
 def optimizer_for(live: dict[str, nn.Parameter], **settings: object) -> ArenaAdamW:
-    return ArenaAdamW(make_arenas(live), tiny_config(training=settings).training)
+    return ArenaAdamW(arenas_of(live), tiny_config(training=settings).training)
 
 
 def test_hundred_updates_equal_torch():
@@ -60,7 +64,7 @@ def test_bf16_parameters_have_fp32_masters_that_move():
         optimizer.arenas[0].collect()
         optimizer.step(1e-5, divisor=1)
         optimizer.zero_grad()
-    assert torch.all(optimizer.arenas[0].master[:4] < 0.995)
+    assert torch.all(optimizer.shards[0].flats["master"][:4] < 0.995)
     assert torch.all(live["w"] < 1.0), "the compute copy follows"
 
 
@@ -80,7 +84,7 @@ def test_non_finite_gradients_move_nothing_and_are_counted():
 
 def test_parameters_keep_their_place_and_leaving_it_is_noticed():
     live = parameters()
-    arena = make_arenas(live)[0]
+    arena = arenas_of(live)[0]
     arena.check()
     live["c"].data = live["c"].data.clone()
     with pytest.raises(AssertionError, match="c has left the arena"):
@@ -107,5 +111,69 @@ def test_state_round_trip_continues_bit_for_bit():
 
 def test_tied_parameters_are_updated_once():
     shared = nn.Parameter(torch.ones(3))
-    arenas = make_arenas({"one": shared, "two": shared})
+    arenas = arenas_of({"one": shared, "two": shared})
     assert [slot.name for slot in arenas[0].slots] == ["one"]
+
+
+def test_groups_are_slices_with_their_own_decay_and_rate():
+    ours, theirs = parameters(), parameters()
+
+    def group_of(name: str, parameter: nn.Parameter) -> Group:
+        return Group(decay=parameter.ndim > 1, lr_scale=0.1 if name == "c" else 1.0)
+
+    optimizer = ArenaAdamW(make_arenas(ours, group_of), tiny_config(training={"weight_decay": 0.5}).training)
+    assert len(optimizer.arenas) == 1 and len(optimizer.arenas[0].groups) == 3
+    reference = torch.optim.AdamW(
+        [
+            {"params": [theirs["a"]], "weight_decay": 0.5, "lr": 1e-2},
+            {"params": [theirs["b"], theirs["d"]], "weight_decay": 0.0, "lr": 1e-2},
+            {"params": [theirs["c"]], "weight_decay": 0.5, "lr": 1e-3},
+        ],
+        betas=(0.9, 0.95),
+    )
+    for _ in range(10):
+        for name in ours:
+            ours[name].grad += torch.ones_like(ours[name]) * 0.01
+            theirs[name].grad = torch.ones_like(theirs[name]) * 0.01
+        nn.utils.clip_grad_norm_(theirs.values(), 1.0)
+        reference.step()
+        optimizer.step(1e-2, divisor=1)
+        optimizer.zero_grad()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shards_together_make_the_unsharded_update(dtype):
+    """Two halves, each with its own moments, and their ranges put together in a checkpoint of either layout."""
+    whole, halves = parameters(dtype), [parameters(dtype), parameters(dtype)]
+    settings = tiny_config(training={"clip_grad": 1e9}).training
+    group = lambda name, parameter: Group()  # noqa: E731
+    reference = ArenaAdamW(make_arenas(whole, group, 2), settings)
+    parts = [ArenaAdamW(make_arenas(half, group, 2), settings, shard, 2) for shard, half in enumerate(halves)]
+    for step in range(5):
+        gradient = torch.sin(torch.arange(len(reference.arenas[0].grad)) + float(step))
+        reference.arenas[0].grad.copy_(gradient)
+        reference.step(1e-2, divisor=1)
+        for part in parts:
+            mine = part.shards[0]
+            mine.grad.copy_(gradient[mine.start : mine.stop])
+            part.step(1e-2, divisor=1)
+    for index, part in enumerate(parts):
+        mine = part.shards[0]
+        assert torch.equal(
+            mine.arena.compute[mine.start : mine.stop], reference.arenas[0].compute[mine.start : mine.stop]
+        ), index
+    saved = [part.state_dict() for part in parts]
+    together = {
+        name: torch.cat([s[name] for s in saved]) if saved[0][name].ndim else saved[0][name] for name in saved[0]
+    }
+    fresh = parameters(dtype)
+    resumed = ArenaAdamW(make_arenas(fresh, group), settings)
+    resumed.load_state_dict(together)
+    for name in whole:
+        assert torch.equal(fresh[name], whole[name])
+    again = ArenaAdamW(make_arenas(parameters(dtype), group, 2), settings, 1, 2)
+    again.load_state_dict(resumed.state_dict())
+    used = 192 - again.shards[0].start
+    assert torch.equal(again.shards[0].flats["exp_avg"][:used], parts[1].shards[0].flats["exp_avg"][:used])

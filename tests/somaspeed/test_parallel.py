@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from somaspeed.config import ConfigError, ParallelConfig
 from somaspeed.parallel import Ranks
+from somaspeed.reduction import Layout
 from tests.conftest import ROOT
 
 STEPS = 20
@@ -50,6 +51,7 @@ def test_layouts_give_the_same_run(tmp_path, sample_dir):
             torch.testing.assert_close(other[key], tensor, rtol=1e-2, atol=1e-4)
 
 
-def test_a_wrong_number_of_replicas_is_refused():
-    with pytest.raises(ConfigError, match=r"parallel.replicate = 3, but 1 rank"):
-        Ranks(ParallelConfig(replicate=3))
+def test_a_layout_that_does_not_fit_the_ranks_is_refused():
+    for settings in (ParallelConfig(replicate=3), ParallelConfig(shard=2)):
+        with pytest.raises(ConfigError, match=r"but 1 rank\(s\) are running"):
+            Layout(Ranks(settings), settings)

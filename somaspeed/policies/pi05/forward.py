@@ -70,7 +70,7 @@ def prefix_kv(core: PI05Pytorch, images: Tensor, tokens: Tensor, lengths: Tensor
     are never read. Of the last layer only keys and values are needed, so nothing after them is computed.
     """
     language = core.paligemma_with_expert.paligemma.model.language_model
-    compute = language.layers[0].self_attn.q_proj.weight.dtype
+    compute = language.embed_tokens.weight.dtype  # of the residual stream, as LeRobot's configuration sets it
     x = embed_prefix(core, images, tokens).to(compute)
     batch, size, _ = x.shape
     positions = torch.arange(size, device=x.device).expand(batch, size)

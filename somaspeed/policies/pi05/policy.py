@@ -33,7 +33,7 @@ from dataio.manifest import Manifest
 from somaspeed.config import Config, ModelConfig, TrainingConfig
 from somaspeed.policies.base import CacheSlot, Policy, PolicyError
 from somaspeed.policies.features import match_cameras, statistics_tensors
-from somaspeed.policies.lerobot import check_supported, checked_options, cosine_decay, save_module
+from somaspeed.policies.lerobot import check_supported, checked_options, cosine_decay, narrow_frozen, save_module
 from somaspeed.policies.pi05.forward import expert_velocity, flow_loss, prefix_kv
 from somaspeed.policies.pi05.sizes import SIZES, build_on_meta, sized
 from somaspeed.policies.tokenizer import load_tokenizer, train_tokenizer
@@ -87,6 +87,7 @@ class PI05(Policy[Inputs, Prefix]):
 
     def load(self) -> None:
         self.module = build_module(self.lerobot_config, self.model_config, self.seed)
+        self.originals = narrow_frozen(self.module) if self.autocast else {}
         core: Any = self.module.model
         self.core = core
         if self.device.type != "cpu":
@@ -205,7 +206,7 @@ class PI05(Policy[Inputs, Prefix]):
         return cosine_decay(steps, settings)
 
     def save(self, directory: Path, final: Path) -> None:
-        save_module(self.module, self.live_parameters().values(), directory)
+        save_module(self.module, self.live_parameters().values(), self.originals, directory)
         self.tokenizer.save_pretrained(directory / "tokenizer")
         with self.named_tokenizer(final / "tokenizer"):
             self.preprocessor.save_pretrained(directory)
