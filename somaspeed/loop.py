@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 import zlib
 from collections.abc import Callable, Iterable
@@ -67,7 +66,6 @@ class Trainer:
         self.slowest: list[float] = []  # per update, the slowest rank's seconds
         self.stop_reason = ""
         self.ready: Ready | None = None
-        self.signalled = False
         self.saved_step = self.step if resumed else -1
         self.held_out_loss: float | None = None
         self.skipped = 0
@@ -80,7 +78,6 @@ class Trainer:
         self.setup_seconds = time.perf_counter() - self.started
         self.setup_peak = peak_allocated_gib(self.ranks.device)
         writer = self.open_writers()
-        previous = signal.signal(signal.SIGTERM, self.on_sigterm)
         try:
             self.optimizer.zero_grad()
             if self.step < self.settings.steps:
@@ -92,7 +89,6 @@ class Trainer:
                 self.after_step(writer)
             self.save()
         finally:
-            signal.signal(signal.SIGTERM, previous)
             writer.close()
         return self.summarise()
 
@@ -138,7 +134,8 @@ class Trainer:
         final = self.step == settings.steps
         due_save = settings.save_every is not None and self.step % settings.save_every == 0
         first = self.step == self.first_step + 1
-        alone_signalled = self.signalled and self.ranks.world == 1  # with others, the next logged step decides
+        # With several ranks the next logged step decides.
+        alone_signalled = self.ranks.stop_requested and self.ranks.world == 1
         every = settings.evaluate_every
         due_evaluation = self.held_out is not None and (final or (self.step % every == 0 if every else due_save))
         if self.step % settings.log_every == 0 or first or final or due_save or due_evaluation or alone_signalled:
@@ -184,7 +181,7 @@ class Trainer:
         total, updates = self.settings.max_seconds, self.settings.max_training_seconds
         late = total is not None and time.perf_counter() - self.started >= total
         late = late or (updates is not None and sum(self.slowest) >= updates)
-        timed_out, signalled = self.ranks.maximum([float(late), float(self.signalled)])
+        timed_out, signalled = self.ranks.maximum([float(late), float(self.ranks.stop_requested)])
         if self.step == self.settings.steps:
             self.stop_reason = "completed"
         else:
@@ -233,9 +230,6 @@ class Trainer:
             checkpoint.finish(self.output, state, self.settings.keep_checkpoints)
         self.ranks.barrier()
         self.saved_step = self.step
-
-    def on_sigterm(self, _signal: int, _frame: Any) -> None:
-        self.signalled = True
 
     def open_writers(self) -> Writers:
         return Writers(self.config, self.ranks, self.first_step, self.global_batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import signal
 from typing import Any
 
 import torch
@@ -18,11 +19,15 @@ class Ranks:
     Attributes:
         rank, world: this process's number and how many there are.
         device: the accelerator of this rank, or the CPU.
+        stop_requested: whether SIGTERM has come; the loop then ends with a checkpoint.
     """
 
     def __init__(self, settings: ParallelConfig) -> None:
         self.rank = int(os.environ.get("RANK", 0))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
+        self.stop_requested = False
+        # From here to `close`, also while the ranks that are left find out which one died.
+        self.previous_handler = signal.signal(signal.SIGTERM, self.request_stop)
         if torch.cuda.is_available():
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
             torch.cuda.set_device(self.device)
@@ -38,6 +43,9 @@ class Ranks:
                 world_size=self.world,
                 timeout=timeout,
             )
+
+    def request_stop(self, _signal: int, _frame: Any) -> None:
+        self.stop_requested = True
 
     @property
     def main(self) -> bool:
@@ -78,5 +86,6 @@ class Ranks:
             dist.barrier()
 
     def close(self) -> None:
+        signal.signal(signal.SIGTERM, self.previous_handler)
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()

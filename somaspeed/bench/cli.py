@@ -89,6 +89,12 @@ def run_step(arguments: argparse.Namespace) -> dict[str, Any]:
         f"relative difference from native: loss {document['loss_difference']:.1e}, "
         f"gradients {document['gradient_difference']:.1e}"
     )
+    if "preparation" in document:
+        native, ours = (document["preparation"][name]["seconds_per_sample"] for name in ("native", step.OURS))
+        print(
+            f"preparation from decoded frames: native {native * 1e3:.2f} ms per sample, somaspeed {ours * 1e3:.2f}; "
+            f"ratio with it {document['ratio_with_preparation']:.2f}"
+        )
     return document
 
 

@@ -79,7 +79,7 @@ def frame_cache(task: Task) -> Iterator[Feed]:
 
 @contextlib.contextmanager
 def headspace(task: Task) -> Iterator[Feed]:
-    """One cached batch through our order and queue, again and again: what is left when reading and decoding are free."""
+    """One cached batch through our order and queue, again and again: the rate if reading and decoding were free."""
     with loader(task, task.reader()) as batches:
         batch = next(batches)
     source = OrderNode(Stream(task.samples, 0), np.arange(task.samples), task.batch, 0, 1, 0)
@@ -214,6 +214,7 @@ PEERS: dict[str, Callable[[Task], contextlib.AbstractContextManager[Feed]]] = {
 def open_feed(name: str, task: Task) -> contextlib.AbstractContextManager[Feed]:
     """The feed called `name`."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("SVT_LOG", "1")  # the video encoder's errors only
     torch.set_num_threads(1)
     return (OURS | PEERS)[name](task)
 

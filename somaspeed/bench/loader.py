@@ -43,9 +43,9 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--batch", type=int, default=32, metavar="B")
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--workers", type=int, default=cores, metavar="N", help="of each (default: a core each, %(default)s)")
+    parser.add_argument("--workers", type=int, default=cores, metavar="N", help="of each (default: %(default)s)")
     device = "mixed" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "mixed"), default=device, help="where we decode (default: %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "mixed"), default=device, help="of our decoder (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the document here")
     parser.set_defaults(run=run_loader)
 

@@ -1,4 +1,4 @@
-"""`somaspeed-bench scaling`: our trainer on growing numbers of devices, fixed batch per device, in the published form."""
+"""`somaspeed-bench scaling`: our trainer on growing numbers of devices, at a fixed batch per device."""
 
 from __future__ import annotations
 

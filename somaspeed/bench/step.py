@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dataio.batch import Batch
 from dataio.loader import batches
 from dataio.reader import ShardReader
 from somaspeed.bench.variants import Variant
@@ -31,6 +32,7 @@ class Problem(NamedTuple):
     inputs: Any
     noise: Tensor
     time: Tensor
+    batch: Batch  # what the loader delivered, on the device
 
 
 class Outcome(NamedTuple):
@@ -64,7 +66,7 @@ def build(policy_name: str, size: str, batch: int, device: torch.device, shards:
             transform=lambda b: policy.host(b) | draw_batch(seed, b, policy.draw),
         )
     ).to(device)
-    return Problem(case, policy, policy.prepare(loaded), loaded.extra["noise"], loaded.extra["time"])
+    return Problem(case, policy, policy.prepare(loaded), loaded.extra["noise"], loaded.extra["time"], loaded)
 
 
 def run_ours(problem: Problem, frozen: Tensor | None) -> Outcome:
@@ -106,7 +108,38 @@ def measure(problem: Problem, cached: bool, repeats: int) -> dict[str, Any]:
             losses[name] = outcome.loss.item()
             gradients[name] = [gradient.grad.float() for gradient in live.values() if gradient.grad is not None]
             assert len(gradients[name]) == len(live), f"{name}: a live parameter has no gradient"
-    return compare(variants, seconds, losses, gradients)
+    document = compare(variants, seconds, losses, gradients)
+    return document | measure_preparation(problem, document, repeats)
+
+
+def measure_preparation(problem: Problem, document: dict[str, Any], repeats: int) -> dict[str, Any]:
+    """Seconds per sample from decoded frames to inputs, LeRobot's pre-processor and ours in turn, and the whole step's.
+
+    Empty for a policy whose case has no `native_prepare`.
+    """
+    if not hasattr(problem.case, "native_prepare"):
+        return {}
+    policy, batch = problem.policy, problem.batch
+    native_prepare = problem.case.native_prepare(policy, batch)
+    on_host = batch.to("cpu")
+
+    def our_prepare() -> None:
+        policy.host(on_host)
+        policy.prepare(batch)
+
+    seconds: dict[str, list[float]] = {"native": [], OURS: []}
+    for turn in range(repeats + 1):
+        for name, prepare in (("native", native_prepare), (OURS, our_prepare)):
+            started = clock(policy.device)
+            prepare()
+            if turn:
+                seconds[name].append((clock(policy.device) - started) / len(problem.noise))
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    whole = {name: median[name] + document[name]["seconds_per_sample"] for name in median}
+    return {
+        "preparation": {name: {"seconds_per_sample": value} for name, value in median.items()},
+        "ratio_with_preparation": whole["native"] / whole[OURS],
+    }
 
 
 def compare(

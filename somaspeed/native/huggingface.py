@@ -102,7 +102,7 @@ def run(
     """
     if order != "upstream":
         raise ConfigError("--order somaspeed: transformers' Trainer shuffles each epoch itself; leave it out.")
-    sharded = importlib.util.find_spec("deepspeed") is not None
+    sharded = deepspeed_installed()
     if sharded:
         alone_as_a_group()
     else:
@@ -111,6 +111,11 @@ def run(
         stopwatch.model(problem.model)
         arguments = training_arguments(config, stopwatch, sharded)
         MarkedTrainer(problem=problem, stopwatch=stopwatch, args=arguments).train()
+
+
+def deepspeed_installed() -> bool:
+    """Whether the optional DeepSpeed is there."""
+    return importlib.util.find_spec("deepspeed") is not None
 
 
 def training_arguments(config: Config, stopwatch: Stopwatch, sharded: bool) -> TrainingArguments:

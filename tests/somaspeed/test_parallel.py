@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,14 +23,33 @@ STEPS = 20
 
 def run(output: Path, shards: Path, ranks: int, microbatch: int, extra: tuple[str, ...] = ()) -> list[dict]:
     """Train `STEPS` updates of global batch 8 at lr 1e-3 without warm-up; returns the logged lines."""
+    subprocess.run(
+        command(output, shards, ranks, microbatch, extra),
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.DEVNULL,
+        timeout=300,
+    )
+    return logged(output)
+
+
+def command(output: Path, shards: Path, ranks: int, microbatch: int, extra: tuple[str, ...] = ()) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [
+    return [
         *(sys.executable, *launcher, "-m", "somaspeed.train"),
-        *("--config", str(ROOT / "configs/pi05/somaspeed-tiny.toml"), "--shards", str(shards), f"output={output}"),
-        *(f"training.steps={STEPS}", f"training.microbatch={microbatch}", "training.global_batch=8"),
-        *("training.lr=1e-3", "training.warmup_steps=0", "training.log_every=1", "training.save_every=20", *extra),
+        *("--config", str(ROOT / "configs/pi05/somaspeed-tiny.toml"), "--shards", str(shards)),
+        *(
+            (f"output={output}", f"training.steps={STEPS}")
+            if "--resume" not in extra
+            else ("--resume", f"output={output}")
+        ),
+        *(f"training.microbatch={microbatch}", "training.global_batch=8", "training.lr=1e-3"),
+        *("training.warmup_steps=0", "training.log_every=1", "training.save_every=20"),
+        *(argument for argument in extra if argument != "--resume"),
     ]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=300)
+
+
+def logged(output: Path) -> list[dict]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -37,10 +58,11 @@ def weights(output: Path) -> dict[str, torch.Tensor]:
 
 
 def test_layouts_give_the_same_run(tmp_path, sample_dir):
-    """One rank, two ranks, one rank with accumulation: losses, norms and final tensors up to reduction order."""
+    """One rank, two, two sharded, four, one with accumulation: losses, norms and tensors up to reduction order."""
     reference = run(tmp_path / "one", sample_dir, ranks=1, microbatch=8)
-    for name, ranks, microbatch in (("two", 2, 4), ("accumulated", 1, 2)):
-        lines = run(tmp_path / name, sample_dir, ranks, microbatch)
+    cases = {"two": (2, 4), "sharded": (2, 4, ("parallel.shard=2",)), "accumulated": (1, 2), "four": (4, 2)}
+    for name, case in cases.items():
+        lines = run(tmp_path / name, sample_dir, *case)
         assert [line["position"] for line in lines] == [line["position"] for line in reference]
         for key in ("loss", "grad_norm"):
             for a, b in zip(reference, lines, strict=True):
@@ -49,6 +71,36 @@ def test_layouts_give_the_same_run(tmp_path, sample_dir):
         one, other = weights(tmp_path / "one"), weights(tmp_path / name)
         for key, tensor in one.items():
             torch.testing.assert_close(other[key], tensor, rtol=1e-2, atol=1e-4)
+
+
+def test_a_killed_rank_is_named_and_another_layout_resumes(tmp_path, sample_dir):
+    """Two sharded ranks, one killed mid-run: the other stops and names it; one rank goes on in the same order."""
+    output = tmp_path / "out"
+    # Enough steps that the kill comes before the end, on a schedule that the resumed run shares.
+    long = ("parallel.shard=2", "training.steps=5000", "training.save_every=4")
+    process = subprocess.Popen(
+        command(output, sample_dir, 2, 4, long), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 200
+    while not (output / "checkpoints" / "last").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    victim = next(
+        child for child in psutil.Process(process.pid).children(recursive=True) if child.environ().get("RANK") == "1"
+    )
+    victim.kill()
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode != 0
+    assert "error on rank 0" in errors and "ranks that no longer answer: 1." in errors, errors[-3000:]
+    saved = int((output / "checkpoints" / "last").resolve().name)
+    files = sorted(path.name for path in (output / "checkpoints/last/training_state").iterdir())
+    assert files == ["optimizer-000-of-002.safetensors", "optimizer-001-of-002.safetensors", "state.json"]
+    before = logged(output)
+    resumed = ("--resume", f"training.steps={saved + 3}", "training.decay_steps=300")
+    run(output, sample_dir, 1, 8, resumed)
+    lines = logged(output)
+    assert [line["step"] for line in lines] == list(range(1, saved + 4))
+    assert lines[:saved] == before[:saved] and lines[saved]["position"] == (saved + 1) * 8 % 428
 
 
 def test_a_layout_that_does_not_fit_the_ranks_is_refused():

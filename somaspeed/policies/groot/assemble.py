@@ -10,7 +10,7 @@ import torch
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
 from lerobot.policies.groot.configuration_groot import GROOT_ACTION_DECODE_TRANSFORM_LIBERO, GrootConfig
-from lerobot.policies.groot.groot_n1_7 import GR00T_N1_7_DEFAULTS
+from lerobot.policies.groot.groot_n1_7 import GR00T_N1_7_DEFAULTS, CategorySpecificLinear
 from lerobot.policies.groot.modeling_groot import GrootPolicy
 from lerobot.policies.groot.processor_groot import N1_7_EMBODIMENT_MAPPING
 from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE
@@ -182,25 +182,30 @@ def check_weights(config: GrootConfig, model: ModelConfig, core_options: dict[st
 
 
 def build_module(config: GrootConfig, model: ModelConfig, seed: int, core_options: dict[str, Any]) -> GrootPolicy:
-    """`GrootPolicy` at `model.size`: from `model.path`, from a named base checkpoint, or random weights from `seed`.
-
-    With `model.dtype = "bfloat16"` the frozen backbone's linear weights are stored in bfloat16. Under autocast that
-    gives the same bits, since it rounds them so in every product; all else stays float32.
-    """
+    """`GrootPolicy` at `model.size`: from `model.path`, from a named base checkpoint, or random weights from `seed`."""
     if "base_model_path" in model.options and not model.path:
         module = from_base(config)
     else:
         with sized(model.size, seed, **core_options):
             module = GrootPolicy(config)
+        if SIZES[model.size] and not model.path:
+            widen(module)
     if model.path:
         module.load_state_dict(tied(load_file(find_weights(model.path), device=str(config.device))), strict=True)
     module.to(config.device)
-    if model.dtype == "bfloat16":
-        for child in module._groot_model.backbone.modules():
-            if isinstance(child, nn.Linear | nn.Conv3d) and not any(p.requires_grad for p in child.parameters()):
-                child.to(torch.bfloat16)
     module.train()
     return module
+
+
+@torch.no_grad()
+def widen(module: GrootPolicy) -> None:
+    """Draw the tables of a reduced head wider.
+
+    LeRobot's deviation of 0.02 suits its widths of a thousand; through narrow layers it lets no signal pass.
+    """
+    for layer in module.modules():
+        if isinstance(layer, CategorySpecificLinear):
+            layer.W.mul_(layer.W.shape[1] ** -0.5 / 0.02)
 
 
 def from_base(config: GrootConfig) -> GrootPolicy:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from lerobot.policies.groot.groot_n1_7 import GR00TN17
 from torch import Tensor, nn
 
-from somaspeed.policies.groot.images import normalize, patchify
+from somaspeed.policies.groot.images import normalize, patch_weight, patchify
 from somaspeed.policies.groot.prompt import PATCH, Layout
 
 Tables = tuple[Tensor, Tensor]
@@ -53,8 +53,7 @@ class Backbone:
         vision = self.visual
         side = resolution // PATCH
         grid = torch.tensor([[1, side, side]])
-        # The two frames of a patch are the same image: one product with the sum of their weights.
-        self.patch_weight = vision.patch_embed.proj.weight.sum(dim=2).flatten(1)
+        self.patch_weight = patch_weight(vision.patch_embed.proj.weight)
         self.patch_positions = vision.fast_pos_embed_interpolate(grid)
         angles = vision.rot_pos_emb(grid).reshape(side * side, -1)
         angles = torch.cat((angles, angles), -1)
@@ -86,7 +85,7 @@ class Backbone:
 
     @torch.no_grad()
     def features(self, images: Tensor, text: Tensor) -> Tensor:
-        """What the action head reads: `images` uint8 [B, C, 3, R, R], `text` int64 [B, L] → [B, S, W].
+        """What the action head reads: `images` uint8 [B, C, R, R, 3], `text` int64 [B, L] → [B, S, W].
 
         Rows of pads are finite and mean nothing.
         """
@@ -136,7 +135,7 @@ class Backbone:
         return x + layer.mlp(layer.post_attention_layernorm(x)), own
 
     def see(self, images: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Image tokens [B, C, tokens, W] of `images` uint8 [B, C, 3, R, R], and those of every deepstack level."""
+        """Image tokens [B, C, tokens, W] of `images` uint8 [B, C, R, R, 3], and those of every deepstack level."""
         vision, lead = self.visual, images.shape[:2]
         patches = normalize(patchify(images.flatten(0, 1))).to(self.dtype)
         x = F.linear(patches, self.patch_weight, vision.patch_embed.proj.bias) + self.patch_positions

@@ -40,7 +40,7 @@ def save(policy: Groot, directory: Path, final: Path) -> None:
     final = final.resolve()
     reduced = SIZES[policy.model_config.size]
     with named(policy, str(final / BASE) if reduced else policy.lerobot_config.base_model_path):
-        save_module(policy.module, policy.live_parameters().values(), directory)
+        save_module(policy.module, policy.live_parameters().values(), policy.originals, directory)
     policy.processor.save_pretrained(directory / PROCESSOR)
     step = next(step for step in policy.preprocessor.steps if isinstance(step, GrootN17VLMEncodeStep))
     published = policy.tokenizer.name_or_path == PUBLISHED_BACKBONE

@@ -23,27 +23,35 @@ GRAY = (0.2989, 0.587, 0.114)  # ITU-R 601 luma, to the digits that torchvision 
 
 
 def fit(frames: Tensor, resolution: int, crop: int) -> Tensor:
-    """uint8 [N, H, W, 3] → uint8 [N, 3, R, R]: the centred window of `crop` pixels of the frame at `resolution`."""
+    """uint8 [N, H, W, 3] → uint8 [N, R, R, 3]: the centred window of `crop` pixels of the frame at `resolution`."""
     images = frames.permute(0, 3, 1, 2)
     offset = (resolution - crop) // 2
     images = resize(images, [resolution] * 2, InterpolationMode.BICUBIC, antialias=True)
     window = images[..., offset : offset + crop, offset : offset + crop]
-    return resize(window, [resolution] * 2, InterpolationMode.BICUBIC, antialias=True)
+    resized = resize(window, [resolution] * 2, InterpolationMode.BICUBIC, antialias=True)
+    return resized.permute(0, 2, 3, 1).contiguous()
 
 
 def patchify(images: Tensor) -> Tensor:
-    """uint8 [N, 3, R, R] → uint8 [N, patches, 3 · 16 · 16], in Qwen3-VL's order: tokens, then the patches of each.
+    """uint8 [N, R, R, 3] → uint8 [N, patches, 16 · 16 · 3], patches in Qwen3-VL's order: token by token.
 
-    Qwen3-VL's patches hold two frames in time. A single image fills both, so only one is kept here.
+    Qwen3-VL orders a patch by channel, frame in time, row and column. Here it is row, column and channel, as the
+    pixels lie, and the two frames, which are the same, are one: `patch_weight` takes it so. A patch's row is moved as
+    six 64-bit words.
     """
-    side = images.shape[-1] // PATCH // MERGE
-    blocks = images.view(len(images), 3, side, MERGE, PATCH, side, MERGE, PATCH)
-    return blocks.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(len(images), -1, 3 * PATCH * PATCH)
+    side, words = images.shape[1] // PATCH // MERGE, PATCH * 3 // 8
+    blocks = images.flatten(2).view(torch.int64).view(len(images), side, MERGE, PATCH, side, MERGE, words)
+    return blocks.permute(0, 1, 4, 2, 5, 3, 6).reshape(len(images), -1, PATCH * words).view(torch.uint8)
+
+
+def patch_weight(weight: Tensor) -> Tensor:
+    """The weight [width, 768] for `patchify`'s patches, of Qwen3-VL's own [width, 3, 2, 16, 16]."""
+    return weight.sum(dim=2).permute(0, 2, 3, 1).flatten(1)
 
 
 def normalize(patches: Tensor) -> Tensor:
     """uint8 → float32 in [-1, 1], in the arithmetic of transformers' image processor."""
-    return (patches.to(torch.float32) - 127.5) / 127.5
+    return patches.to(torch.float32).sub_(127.5).div_(127.5)
 
 
 class JitterRanges(NamedTuple):
@@ -81,15 +89,24 @@ def draw_jitter(ranges: JitterRanges, generators: Sequence[np.random.Generator])
 
 
 def jittered(images: Tensor, jitter: Jitter) -> Tensor:
-    """uint8 [B, cameras, 3, R, R] with the jitter of every sample."""
-    images = images.to(torch.float32)
+    """uint8 [B, cameras, R, R, 3] with the jitter of every sample.
+
+    A device takes the samples that have an operation in the same turn together; a CPU one by one, which its caches
+    hold.
+    """
+    planes = images.permute(0, 1, 4, 2, 3).to(torch.float32, memory_format=torch.contiguous_format)
     for turn in jitter.turns.values():
         for index, name in enumerate(OPERATIONS):
-            rows = turn[name]
-            if len(rows):
-                factor = jitter.factors[index, rows][:, None, None, None, None]
-                images[rows] = APPLY[name](images[rows], factor)
-    return images.to(torch.uint8)
+            operation, rows = APPLY[name], turn[name]
+            factors = jitter.factors[index, :, None, None, None, None]
+            if planes.device.type == "cpu":
+                for row in rows.tolist():
+                    operation(planes[row : row + 1], factors[row : row + 1])
+            elif len(rows):
+                chosen = planes[rows]
+                operation(chosen, factors[rows])
+                planes[rows] = chosen
+    return planes.permute(0, 1, 3, 4, 2).to(torch.uint8, memory_format=torch.contiguous_format)
 
 
 def gray(images: Tensor) -> Tensor:
@@ -98,43 +115,47 @@ def gray(images: Tensor) -> Tensor:
     return (red * GRAY[0]).add_(green, alpha=GRAY[1]).add_(blue, alpha=GRAY[2]).floor_()[..., None, :, :]
 
 
-def blend(images: Tensor, other: Tensor, factor: Tensor) -> Tensor:
-    return (images * factor).add_(other * (1 - factor)).clamp_(0, 255).floor_()
+def blend(images: Tensor, other: Tensor, factor: Tensor) -> None:
+    images.mul_(factor).add_(other.mul_(1 - factor)).clamp_(0, 255).floor_()
 
 
-def brightness(images: Tensor, factor: Tensor) -> Tensor:
-    return (images * factor).clamp_(0, 255).floor_()
+def brightness(images: Tensor, factor: Tensor) -> None:
+    images.mul_(factor).clamp_(0, 255).floor_()
 
 
-def contrast(images: Tensor, factor: Tensor) -> Tensor:
-    return blend(images, gray(images).mean(dim=(-3, -2, -1), keepdim=True), factor)
+def contrast(images: Tensor, factor: Tensor) -> None:
+    blend(images, gray(images).mean(dim=(-3, -2, -1), keepdim=True), factor)
 
 
-def saturation(images: Tensor, factor: Tensor) -> Tensor:
-    return blend(images, gray(images), factor)
+def saturation(images: Tensor, factor: Tensor) -> None:
+    blend(images, gray(images), factor)
 
 
-def hue(images: Tensor, factor: Tensor) -> Tensor:
-    """Turn the hue by `factor` of the circle. Value and chroma stay, so each channel is value - chroma · t(hue)."""
-    low, value = torch.aminmax(images, dim=-3)
-    chroma = value - low
+def hue(images: Tensor, factor: Tensor) -> None:
+    """Turn the hue by `factor` of the circle. Value and chroma stay: each channel is value - chroma · (1 - ramp(hue))."""
     red, green, blue = images.unbind(-3)
+    value, low = torch.maximum(torch.maximum(red, green), blue), torch.minimum(torch.minimum(red, green), blue)
+    chroma = value - low
     inverse = chroma.clamp(min=1).reciprocal_()  # chroma is whole: where it is 0 the hue does not matter
-    sextant = torch.where(
+    # The hue in sixths of the circle, counted from the largest channel.
+    sixths = torch.where(
         value == red,
-        (green - blue) * inverse,
-        torch.where(value == green, (blue - red) * inverse + 2, (red - green) * inverse + 4),
+        (green - blue).mul_(inverse),
+        torch.where(value == green, (blue - red).mul_(inverse).add_(2), (red - green).mul_(inverse).add_(4)),
     )
-    sextant = sextant.add_(6 * factor[..., 0])
-    channels = []
-    for shift in (5, 3, 1):
-        k = torch.remainder(sextant + shift, 6)
-        channels.append(value - chroma * torch.minimum(k, 4 - k).clamp_(0, 1))
+    sixths.add_(6 * factor[..., 0])
+    sixths.sub_((sixths / 6).floor_().mul_(6))
+    red_loss = (sixths - 3).abs_().neg_().add_(2).clamp_(0, 1)
+    green_loss = (sixths - 2).abs_().sub_(1).clamp_(0, 1)
+    blue_loss = (sixths - 4).abs_().sub_(1).clamp_(0, 1)
+    chroma.neg_()
+    for channel, loss in zip((red, green, blue), (red_loss, green_loss, blue_loss), strict=True):
+        torch.addcmul(value, chroma, loss, out=channel)
     # As torchvision: back to [0, 1] and to whole numbers by 255.999.
-    return torch.stack(channels, dim=-3).mul_(255.999 / 255).floor_()
+    images.mul_(255.999 / 255).floor_()
 
 
-APPLY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+APPLY: dict[str, Callable[[Tensor, Tensor], None]] = {
     "brightness": brightness,
     "contrast": contrast,
     "saturation": saturation,

@@ -30,6 +30,7 @@ from somaspeed.policies.groot.prompt import make_processor, make_prompts, train_
 from somaspeed.policies.groot.rows import NO_DECAY, LiveRows
 from somaspeed.policies.groot.schedule import cosine_to_zero
 from somaspeed.policies.groot.sizes import SIZES, resolution
+from somaspeed.policies.lerobot import narrow_frozen
 from somaspeed.policies.tokenizer import load_tokenizer
 
 HEAD = "_groot_model.action_head"
@@ -40,7 +41,7 @@ TRAINED = "trained"  # model.tokenizer: train one on the shards' tasks, for rand
 class Inputs(NamedTuple):
     """One batch on the device. S, the padded prompt, is the longest of the shards' tasks, or natively of the batch."""
 
-    images: Tensor  # uint8 [B, cameras, 3, R, R]
+    images: Tensor  # uint8 [B, cameras, R, R, 3]
     text: Tensor  # int64 [B, L], right-padded
     lengths: Tensor  # int64 [B], valid tokens of the whole prompt
     state: Tensor  # float32 [B, 1, max_state_dim], normalised, zero-padded
@@ -100,6 +101,7 @@ class Groot(Policy[Inputs, Features]):
 
     def load(self) -> None:
         module = assemble.build_module(self.lerobot_config, self.model_config, self.seed, self.core_options)
+        self.originals = narrow_frozen(module) if self.model_config.dtype == "bfloat16" else {}
         if self.model_config.tokenizer == TRAINED:
             assemble.name_special_tokens(module, self.processor)
         self.attach(module)
@@ -177,7 +179,7 @@ class Groot(Policy[Inputs, Features]):
 
     def fit(self, frames: Tensor) -> Tensor:
         if not len(frames):
-            return frames.new_empty(0, 3, self.resolution, self.resolution)
+            return frames.new_empty(0, self.resolution, self.resolution, 3)
         return fit(frames, self.resolution, self.crop)
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
@@ -261,7 +263,7 @@ class Groot(Policy[Inputs, Features]):
         export.save(self, directory, final)
 
     def preview(self, inputs: Inputs) -> tuple[np.ndarray, list[str]]:
-        pixels = inputs.images.permute(0, 1, 3, 4, 2).cpu().numpy()
+        pixels = inputs.images.cpu().numpy()
         prompts = self.tokenizer.batch_decode(inputs.text.cpu(), skip_special_tokens=True)
         return pixels, [" ".join(prompt.split()) for prompt in prompts]
 

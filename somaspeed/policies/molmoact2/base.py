@@ -75,7 +75,8 @@ def make_base(directory: Path, size: Size, texts: Iterable[str]) -> None:
     """Write a base checkpoint of `size` without weights; its tokenizer is trained on `texts`."""
     tokenizer = train_tokenizer(texts, size.vocabulary)
     tokenizer.save_pretrained(directory)
-    model_config(size, tokenizer).save_pretrained(directory)
+    token_ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in TOKEN_IDS.items()}
+    model_config(size, token_ids).save_pretrained(directory)
     image = {
         "crop_mode": "resize",
         "size": {"height": size.vision.resolution, "width": size.vision.resolution},

@@ -10,7 +10,6 @@ import msgspec
 import torch
 from lerobot.policies.molmoact2.molmoact2_hf_model.configuration_molmoact2 import MolmoAct2Config as ModelConfig
 from lerobot.policies.molmoact2.molmoact2_hf_model.modeling_molmoact2 import MolmoAct2ForConditionalGeneration
-from transformers import PreTrainedTokenizerBase
 
 PATCH = 14  # side of a vision patch, in pixels
 ADDITIONAL = 128  # rows of the second embedding table, which holds the image tokens
@@ -105,8 +104,8 @@ SIZES = {
 }
 
 
-def model_config(size: Size, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
-    """LeRobot's model configuration of `size`, with the token ids of `tokenizer`."""
+def model_config(size: Size, token_ids: dict[str, int]) -> ModelConfig:
+    """LeRobot's model configuration of `size`; `token_ids` are those that it names, see `TOKEN_IDS`."""
     text, vision, expert = size.text, size.vision, size.expert
     attention = {"num_attention_heads": vision.heads, "num_key_value_heads": vision.heads, "head_dim": vision.head_dim}
     return ModelConfig(
@@ -158,7 +157,7 @@ def model_config(size: Size, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
         n_obs_steps=1,
         action_mode="both",
         num_state_tokens=256,
-        **{key: tokenizer.convert_tokens_to_ids(token) for key, token in TOKEN_IDS.items()},
+        **token_ids,
     )
 
 
