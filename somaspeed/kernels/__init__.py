@@ -1,0 +1,1 @@
+"""Triton kernels. Each has an eager reference on top, a test against it, and a benchmark that decides its use."""
