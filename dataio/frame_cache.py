@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import nvidia.dali
@@ -14,9 +14,11 @@ import torch
 from dataio.decode import Device
 from dataio.manifest import Camera, DataError, did_you_mean
 from dataio.reader import ShardReader
-from dataio.slots import SHARED_MEMORY, Slots, open_slots
+from dataio.slots import SHARED_MEMORY, Slots, check_room, open_slots, slots_directory
 
 LAYOUT = 1  # of a slot; raise it when that changes
+SETTING = "data.frame_cache"
+ADVICE = 'Set data.frame_cache_directory to a larger disk, or data.frame_cache = "off".'
 MODES = ("disk", "memory")
 Mode = Literal["disk", "memory"]
 
@@ -66,6 +68,59 @@ class FrameCache:
         self.slots.close()
 
 
+class Place(NamedTuple):
+    """Where a frame cache belongs and what fills it."""
+
+    root: Path
+    key: dict[str, Any]
+    cameras: list[Camera]
+    samples: int
+    slot_bytes: int
+
+    def check_room(self) -> None:
+        """Raise DataError with the numbers when what is missing of it does not fit; nothing is created."""
+        directory = slots_directory(self.root, self.key)
+        needed = self.samples * self.slot_bytes
+        check_room(directory, needed, self.samples, f"{SETTING}: {self.samples} slots", ADVICE)
+
+    def open(self) -> FrameCache:
+        """Open or create it. One mapping serves all processes of a machine. Raises as `check_room` does."""
+        shape = (self.slot_bytes,)
+        slots = open_slots(self.root, self.key, self.samples, shape, torch.uint8, SETTING, ADVICE)
+        return FrameCache(slots, self.cameras)
+
+
+def frame_cache_place(
+    reader: ShardReader,
+    cameras: Sequence[str] | None,
+    mode: Mode,
+    directory: Path | str | None = None,
+    device: Device = "cpu",
+) -> Place:
+    """The place of the cache of these shards, `cameras` (None: all) and decoder.
+
+    "memory" keeps it in shared memory until the machine restarts or the files are removed, "disk" under `directory`.
+    Raises DataError for an unknown mode and for no camera.
+    """
+    if mode not in MODES:
+        raise DataError(f"{SETTING} = {mode!r}{did_you_mean(mode, MODES)}")
+    if mode == "disk" and directory is None:
+        raise DataError(f'{SETTING} = "disk" needs a directory.')
+    root = SHARED_MEMORY / f"somaspeed-{os.getuid()}" if mode == "memory" else Path(str(directory))
+    manifest = reader.manifest
+    chosen = manifest.cameras if cameras is None else [manifest.camera(name) for name in cameras]
+    slot_bytes = sum(camera.height * camera.width * 3 for camera in chosen)
+    if not slot_bytes:
+        raise DataError(f"{SETTING}: no camera is used, so there is nothing to cache.")
+    key = {
+        "frames": [shard.tar_sha256 for shard in manifest.shards],
+        "cameras": [[camera.name, camera.height, camera.width] for camera in chosen],
+        "decoder": [device, nvidia.dali.__version__],  # another one may give other pixels
+        "layout": LAYOUT,
+    }
+    return Place(root, key, chosen, len(reader), slot_bytes)
+
+
 def open_frame_cache(
     reader: ShardReader,
     cameras: Sequence[str] | None,
@@ -73,27 +128,5 @@ def open_frame_cache(
     directory: Path | str | None = None,
     device: Device = "cpu",
 ) -> FrameCache:
-    """Open or create the cache of these shards, `cameras` (None: all) and decoder.
-
-    "memory" keeps it in shared memory until the machine restarts or the files are removed, "disk" under `directory`.
-    One mapping serves all processes of a machine. Raises DataError with the numbers when it does not fit.
-    """
-    if mode not in MODES:
-        raise DataError(f"data.frame_cache = {mode!r}{did_you_mean(mode, MODES)}")
-    if mode == "disk" and directory is None:
-        raise DataError('data.frame_cache = "disk" needs a directory.')
-    root = SHARED_MEMORY / f"somaspeed-{os.getuid()}" if mode == "memory" else Path(str(directory))
-    manifest = reader.manifest
-    chosen = manifest.cameras if cameras is None else [manifest.camera(name) for name in cameras]
-    frame_bytes = sum(camera.height * camera.width * 3 for camera in chosen)
-    if not frame_bytes:
-        raise DataError("data.frame_cache: no camera is used, so there is nothing to cache.")
-    key = {
-        "frames": [shard.tar_sha256 for shard in manifest.shards],
-        "cameras": [[camera.name, camera.height, camera.width] for camera in chosen],
-        "decoder": [device, nvidia.dali.__version__],  # another one may give other pixels
-        "layout": LAYOUT,
-    }
-    advice = 'Set data.frame_cache_directory to a larger disk, or data.frame_cache = "off".'
-    slots = open_slots(root, key, len(reader), (frame_bytes,), torch.uint8, "data.frame_cache", advice)
-    return FrameCache(slots, chosen)
+    """Open or create the frame cache, see `frame_cache_place`. Raises DataError with the numbers when it does not fit."""
+    return frame_cache_place(reader, cameras, mode, directory, device).open()

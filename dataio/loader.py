@@ -6,9 +6,8 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from torchdata.nodes import BaseNode
-
 from dataio.batch import Batch
+from dataio.blocks import BlockStream
 from dataio.decode import Decoder, Device
 from dataio.frame_cache import FrameCache
 from dataio.manifest import DataError
@@ -42,6 +41,7 @@ class Loader:
         transform: Transform | None = None,
         skip: Skip | None = None,
         frame_cache: FrameCache | None = None,
+        block: int = 0,
     ):
         """
         samples: the ids to train on (None: all); the order runs over these.
@@ -54,13 +54,17 @@ class Loader:
         transform: called with each batch in the background, returns what becomes `Batch.extra` (a dict).
         skip: says which samples need no image.
         frame_cache: of the same cameras and device; decoded frames are kept there and read from there.
+        block: 0 permutes all samples at once; above it, the block-shuffled order with so many shards in flight.
         Raises DataError for unknown cameras, columns and samples, and for numbers that make no sense.
         """
         if not 0 <= rank < ranks:
             raise DataError(f"rank {rank} of {ranks} ranks: it must lie in [0, {ranks}).")
         self._samples = sample_ids(reader, samples)
-        self._order = Stream(len(self._samples), seed)
-        self._seed = seed
+        if block < 0:
+            raise DataError(f"block must be the number of shards in flight, or 0, got {block}")
+        self._reader, self._seed, self._block = reader, seed, block
+        shards = reader.shard_of(self._samples) if block else None
+        self._order = Stream(len(self._samples), seed) if shards is None else BlockStream(shards, block, seed)
         self._microbatch, self._rank, self._ranks = microbatch, rank, ranks
         self._chain = _chain(
             reader, windows, cameras, microbatch, workers, prefetch, device, transform, skip, frame_cache
@@ -78,7 +82,8 @@ class Loader:
             self._stages = self._chain(
                 OrderNode(
                     self._order, self._samples, self._microbatch, self._rank, self._ranks, self._position
-                )
+                ),
+                announce=_announcer(self._reader, self._order),
             )
             self._end = weakref.finalize(self, self._stages.close)
         try:
@@ -90,16 +95,18 @@ class Loader:
 
     def state_dict(self) -> dict[str, int]:
         """Where the next batch of all ranks begins: `epoch`, `position` in it, and what these refer to
-        (`samples` per epoch, `seed`). The same on every rank that has taken as many batches."""
+        (`samples` per epoch, `seed`, `block` where there is one). The same on every rank that has taken as many
+        batches."""
         epoch, position = divmod(self._position, len(self._samples))
-        return {"epoch": epoch, "position": position, "samples": len(self._samples), "seed": self._seed}
+        state = {"epoch": epoch, "position": position, "samples": len(self._samples), "seed": self._seed}
+        return state | ({"block": self._block} if self._block else {})
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from `state`, reading nothing before it. Raises DataError when it is of another order."""
-        for key, mine in (("samples", len(self._samples)), ("seed", self._seed)):
-            if state[key] != mine:
+        for key, mine in (("samples", len(self._samples)), ("seed", self._seed), ("block", self._block)):
+            if state.get(key, 0) != mine:
                 raise DataError(
-                    f"the loader's saved state is of an order with {key} {state[key]}, this one has {key} "
+                    f"the loader's saved state is of an order with {key} {state.get(key, 0)}, this one has {key} "
                     f"{mine}: resume with the shards, held-out episodes and seed of the run that saved it."
                 )
         self.close()
@@ -152,6 +159,13 @@ def _drain(stages: Stages) -> Iterator[Batch]:
         stages.close()
 
 
+def _announcer(reader: ShardReader, order: Stream | BlockStream) -> Callable[[Request], None] | None:
+    """Tells the reader which shards a request and those after it need; a function that does not hold the loader."""
+    if not isinstance(order, BlockStream):
+        return None
+    return lambda request: reader.keep(*order.around(int(request.epoch[0]), int(request.position[0])))
+
+
 def _chain(
     reader: ShardReader,
     windows: Mapping[str, Sequence[int]],
@@ -163,7 +177,7 @@ def _chain(
     transform: Transform | None,
     skip: Skip | None,
     frame_cache: FrameCache | None,
-) -> Callable[[BaseNode[Request]], Stages]:
+) -> Callable[..., Stages]:
     """Check the arguments, make what lasts; returns a function from a source node to its stages."""
     for name, value, least in (
         ("microbatch", microbatch, 1),

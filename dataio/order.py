@@ -20,7 +20,7 @@ ROUNDS = 12
 class Order:
     """The permutations of `samples` samples under one `seed`."""
 
-    def __init__(self, samples: int, seed: int):
+    def __init__(self, samples: int, seed: int | str):
         if samples < 1:
             raise DataError(f"an order needs at least one sample, got {samples}")
         self.samples = samples
@@ -68,7 +68,7 @@ class Stream:
         return epoch, position, sample
 
 
-def round_keys(seed: int, epoch: int) -> np.ndarray:
+def round_keys(seed: int | str, epoch: int) -> np.ndarray:
     """The keys of the network's rounds, uint64 [ROUNDS]."""
     digest = hashlib.shake_128(f"somaspeed order {seed} {epoch}".encode()).digest(8 * ROUNDS)
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)

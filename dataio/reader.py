@@ -63,6 +63,7 @@ class ShardReader:
             self._check_hashes()
         self._first = np.array([shard.first for shard in shards], np.int64)
         self._tars: list[tuple[mmap.mmap, np.ndarray] | None] = [None] * len(shards)
+        self._ahead: set[int] = set()
         self._components = [camera.name for camera in self.manifest.cameras] + [FRAME]
         self._load_indexes()
         allow_open_files(len(shards) + OTHER_OPEN_FILES)
@@ -95,7 +96,7 @@ class ShardReader:
                 raise DataError(
                     f"{self.directory}: no component {camera!r}{did_you_mean(camera, self._components)}"
                 )
-        shards = np.searchsorted(self._first, samples, side="right") - 1
+        shards = self.shard_of(samples)
         places = {camera: (self._offset[camera][samples], self._size[camera][samples]) for camera in cameras}
         self._announce(shards, places)
         return {
@@ -107,6 +108,16 @@ class ShardReader:
             ]
             for camera in cameras
         }
+
+    def shard_of(self, samples: np.ndarray) -> np.ndarray:
+        """The shard of each of `samples`, int64 [B]."""
+        return np.searchsorted(self._first, samples, side="right") - 1
+
+    def keep(self, now: Sequence[int], ahead: Sequence[int], behind: Sequence[int]) -> None:
+        """Says which shards are being read, which come next and which came before: the next are read ahead."""
+        for shard in set(ahead) - self._ahead:
+            self._tar(shard)[0].madvise(mmap.MADV_WILLNEED)
+        self._ahead = {*now, *ahead}
 
     def locate(self, sample: int) -> str:
         """Where a sample lies, for messages: tar, key, episode and frame."""
@@ -145,13 +156,20 @@ class ShardReader:
         """A tar's mapping and bytes, made on first use (two threads may make it twice; one is dropped)."""
         tar = self._tars[shard]
         if tar is None:
-            with open(self.directory / self.manifest.shards[shard].tar, "rb") as file:
+            with open(self._tar_path(shard), "rb") as file:
                 mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             # Samples are read at random: without this the kernel reads far around every fault. `_announce`
             # does the reading ahead instead; measured alone, this advice would be eight times slower.
             mapping.madvise(mmap.MADV_RANDOM)
             tar = self._tars[shard] = mapping, np.frombuffer(mapping, np.uint8)
         return tar
+
+    def _tar_path(self, shard: int) -> Path:
+        """The tar's local path."""
+        return self.directory / self.manifest.shards[shard].tar
+
+    def close(self) -> None:
+        """Let go of what reads ahead; what was read stays valid."""
 
     def _check_sizes(self) -> None:
         for shard in self.manifest.shards:

@@ -123,6 +123,11 @@ class Slots:
         os.close(self._valid_file)
 
 
+def slots_directory(root: Path, key: dict[str, Any]) -> Path:
+    """Where the slots of `key` are."""
+    return root / hashlib.sha256(msgspec.json.encode(key, order="sorted")).hexdigest()[:20]
+
+
 def open_slots(
     root: Path, key: dict[str, Any], samples: int, shape: tuple[int, ...], dtype: torch.dtype, setting: str, advice: str
 ) -> Slots:
@@ -131,7 +136,7 @@ def open_slots(
     `setting` is the configuration key that asked for them and `advice` what to change. Raises DataError with the
     numbers when slots that are yet to be created do not fit, nothing being left behind.
     """
-    directory = root / hashlib.sha256(msgspec.json.encode(key, order="sorted")).hexdigest()[:20]
+    directory = slots_directory(root, key)
     needed = samples * math.prod(shape) * dtype.itemsize
     check_room(directory, needed, samples, f"{setting}: {samples} slots", advice)
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""

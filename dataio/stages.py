@@ -24,6 +24,7 @@ import torch
 from torchdata.nodes import BaseNode, Mapper, ParallelMapper, Prefetcher
 
 from dataio.batch import Batch
+from dataio.blocks import BlockStream
 from dataio.decode import Decoder
 from dataio.frame_cache import FrameCache
 from dataio.manifest import DataError
@@ -32,6 +33,7 @@ from dataio.reader import ShardReader
 from dataio.ring import Lease, Ring
 from dataio.windows import Windows
 
+LOOK_AHEAD = 4096  # positions whose samples are computed together: one by one, the order costs more than reading
 Transform = Callable[[Batch], dict[str, Any]]
 Skip = Callable[[np.ndarray], np.ndarray]  # sample ids [B] → bool [B], True where no image is needed
 
@@ -87,7 +89,13 @@ class OrderNode(BaseNode[Request]):
     """
 
     def __init__(
-        self, stream: Stream, samples: np.ndarray, microbatch: int, rank: int, ranks: int, start: int
+        self,
+        stream: Stream | BlockStream,
+        samples: np.ndarray,
+        microbatch: int,
+        rank: int,
+        ranks: int,
+        start: int,
     ):
         super().__init__()
         self._stream, self._samples = stream, samples
@@ -97,12 +105,18 @@ class OrderNode(BaseNode[Request]):
     def reset(self, initial_state: dict[str, int] | None = None) -> None:
         super().reset(initial_state)
         self._next = self._start if initial_state is None else initial_state["position"]
+        self._known = range(0)  # stream positions of `_ahead`
 
     def next(self) -> Request:
-        start = self._next + self._rank * self._microbatch
-        epoch, position, index = self._stream.at(start, self._microbatch)
-        self._next += self._ranks * self._microbatch
-        return Request(self._samples[index], epoch, position)
+        step = self._ranks * self._microbatch
+        if not self._known.start <= self._next < self._known.stop:
+            count = max(1, LOOK_AHEAD // step) * step
+            self._known = range(self._next, self._next + count)
+            self._ahead = self._stream.at(self._next, count)
+        first = self._next - self._known.start + self._rank * self._microbatch
+        epoch, position, index = (values[first : first + self._microbatch] for values in self._ahead)
+        self._next += step
+        return Request(self._samples[index], epoch.copy(), position.copy())
 
     def get_state(self) -> dict[str, int]:
         return {"position": self._next}
@@ -164,7 +178,10 @@ class Stages:
         transform: Transform | None,
         skip: Skip | None,
         frame_cache: FrameCache | None = None,
+        announce: Callable[[Request], None] | None = None,
     ):
+        """`announce` is told of every request before it is read."""
+        self._announce = announce
         self._reader, self._windows, self._decoder, self._transform = reader, windows, decoder, transform
         self._skip, self._cache = skip, frame_cache
         # Threads start out on device 0; this process may own another one.
@@ -240,6 +257,8 @@ class Stages:
         return work
 
     def _read(self, request: Request) -> Encoded:
+        if self._announce is not None:
+            self._announce(request)
         rows = np.arange(len(request.sample)) if self._skip is None else np.flatnonzero(~self._skip(request.sample))
         samples = request.sample[rows]
         frames, lease, missing = None, None, np.arange(len(rows))

@@ -149,4 +149,6 @@ def load_processors(directory: Path) -> tuple[Any, Any]:
     overrides: dict[str, Any] = {}
     if (directory / "tokenizer").is_dir():
         overrides["tokenizer_processor"] = {"tokenizer": AutoTokenizer.from_pretrained(str(directory / "tokenizer"))}
+    if (directory / "processor").is_dir():
+        overrides["groot_n1_7_vlm_encode_v1"] = {"model_name": str(directory / "processor")}
     return make_pre_post_processors(config, str(directory), preprocessor_overrides=overrides)

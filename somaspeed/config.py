@@ -48,6 +48,10 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefetch: Positive = 2  # batches decoded ahead
     frame_cache: Literal["off", "disk", "memory"] = "off"  # keep decoded frames; later epochs decode nothing
     frame_cache_directory: str = ""  # of the disk cache; default: frame_cache beside the run's output
+    order: Literal["auto", "global", "block"] = "auto"  # block for URLs and local sets beyond memory, else global
+    shards_in_flight: Positive = 16  # of the block order: whole shards, shuffled across them
+    remote_cache: str = ""  # where shards behind a URL are kept; default: shard_cache beside the run's output
+    remote_cache_gb: Annotated[float, Meta(gt=0)] = 50.0  # at most so much of them
 
 
 class PrefixConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

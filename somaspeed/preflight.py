@@ -7,20 +7,26 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import psutil
 from rich.console import Console
 from rich.table import Table
 
+from dataio.blocks import describe
 from dataio.manifest import DataError, Manifest
 from dataio.reader import ShardReader
 from somaspeed.config import Config
+from somaspeed.data import decode_device, frame_cache_place_of
 from somaspeed.policies.base import Policy
 
 
-def report(config: Config, reader: ShardReader, policy: Policy, training: int, held_out: int, ranks: int) -> None:
-    """Print data, mapping, ranges and batch arithmetic of a run.
+def report(
+    config: Config, reader: ShardReader, policy: Policy, samples: np.ndarray, held_out: int, block: int, ranks: int
+) -> None:
+    """Print data, mapping, ranges and batch arithmetic of a run on the training `samples` (ids).
 
-    Raises DataError for statistics that are not finite and for a full disk.
+    Raises DataError for statistics that are not finite, a full disk, and caches that do not fit.
     """
+    training = len(samples)
     manifest, console = reader.manifest, Console(highlight=False, soft_wrap=True)
     check_statistics(manifest)
     check_disk(Path(config.output))
@@ -43,12 +49,20 @@ def report(config: Config, reader: ShardReader, policy: Policy, training: int, h
     )
     if total > training:
         console.print("         the batch is larger than the data: samples repeat within it")
+    seed = config.training.seed
+    shuffled = describe(reader, samples, block, seed, total) if block else "one permutation of all samples per epoch"
+    console.print(f"order    {shuffled}")
+    for line in check_room(config, reader, policy):
+        console.print(f"room     {line}")
     for camera, key in zip(policy.cameras, policy.lerobot_config.image_features, strict=False):
         shape = manifest.camera(camera)
         console.print(f"camera   {camera} ({shape.height}×{shape.width}) → {key}")
     for key, offsets in policy.windows.items():
         seconds = len(offsets) / manifest.fps
-        console.print(f"chunk    {key}: {len(offsets)} steps = {seconds:.1f} s")
+        console.print(f"chunk    {key}: {len(offsets)} steps = {seconds:.1f} s at {manifest.fps:g} fps")
+        longest = max(episode.length for episode in manifest.episodes)
+        if len(offsets) > longest:
+            console.print(f"         longer than every episode (at most {longest} frames): every chunk ends in padding")
     console.print(ranges(manifest))
 
 
@@ -77,6 +91,25 @@ def check_statistics(manifest: Manifest) -> None:
                     f"column {column.key!r}, dimension {dim}: statistics {numbers} are not finite and ordered; "
                     "the source dataset holds bad values there."
                 )
+
+
+def check_room(config: Config, reader: ShardReader, policy: Policy) -> list[str]:
+    """What the run needs beside its output, a line each. Raises DataError, with the numbers, when it is not there."""
+    manifest = reader.manifest
+    frame_bytes = sum(c.height * c.width * 3 for c in (manifest.camera(name) for name in policy.cameras))
+    buffers = (config.data.prefetch + 2) * config.training.microbatch * frame_bytes
+    free = psutil.virtual_memory().available
+    if buffers > free:
+        raise DataError(
+            f"the loader's buffers take {buffers / 1e9:.2f} GB of memory per rank and {free / 1e9:.2f} GB are free; "
+            "lower training.microbatch or data.prefetch."
+        )
+    lines = [f"{buffers / 1e9:.2f} GB of host memory per rank for the loader's buffers, {free / 1e9:.1f} GB are free"]
+    place = frame_cache_place_of(config, reader, policy.cameras, decode_device(policy.device))
+    if place:
+        place.check_room()
+        lines.append(f"{place.samples * place.slot_bytes / 1e9:.2f} GB for the frame cache in {place.root}")
+    return lines
 
 
 def check_disk(output: Path) -> None:

@@ -14,14 +14,13 @@ import psutil
 import torch
 
 from dataio.batch import Batch
-from dataio.decode import Device
-from dataio.frame_cache import FrameCache, open_frame_cache
 from dataio.loader import Loader, batches
 from dataio.manifest import DataError
 from dataio.reader import ShardReader
 from dataio.split import split_episodes
 from somaspeed import checkpoint, preflight
 from somaspeed.config import Config, ConfigError, load_config, to_builtins
+from somaspeed.data import decode_device, frame_cache_place_of, open_data, shards_in_flight
 from somaspeed.draws import draw_batch
 from somaspeed.loop import NonFiniteError, Trainer
 from somaspeed.metrics import PhaseTimer, Summary
@@ -91,14 +90,15 @@ def train(config: Config, shards: str, ranks: Ranks, resume: bool, check_only: b
         raise ConfigError(f"backend = {config.backend!r} is not run by this command; it trains with 'somaspeed'.")
     config.accumulation(ranks.world)
     layout = Layout(ranks, config.parallel)
-    reader = ShardReader(shards, config.data.verify)
+    reader = open_data(config, shards)
+    block = shards_in_flight(config, reader, shards)
     training, held_out = split_episodes(reader, config.data.held_out, config.training.seed)
     policy = policy_class(config.model.name)(config, reader.manifest, ranks.device)
     output = Path(config.output)
     identity = run_identity(config, reader)
     resumed = checkpoint.load_state(output, identity) if resume else None
     if ranks.main:
-        preflight.report(config, reader, policy, len(training), len(held_out), ranks.world)
+        preflight.report(config, reader, policy, training, len(held_out), block, ranks.world)
     if check_only:
         return None
     if ranks.main and not resume:
@@ -116,10 +116,12 @@ def train(config: Config, shards: str, ranks: Ranks, resume: bool, check_only: b
         "microbatch": config.training.microbatch,
         "workers": config.training.workers,
         "prefetch": config.data.prefetch,
-        "device": "mixed" if ranks.device.type == "cuda" else "cpu",
+        "device": decode_device(ranks.device),
     }
-    frames = frame_cache(config, reader, policy.cameras, loading["device"], ranks.main)
-    loading["frame_cache"] = frames
+    place = frame_cache_place_of(config, reader, policy.cameras, loading["device"])
+    frames = loading["frame_cache"] = place.open() if place else None
+    if frames and ranks.main:
+        print(frames.describe(), flush=True)
     seed = config.training.seed
 
     cached = open_cached_prefix(config, ranks, reader, policy) if config.prefix.cache != "off" else None
@@ -140,6 +142,7 @@ def train(config: Config, shards: str, ranks: Ranks, resume: bool, check_only: b
         ranks=ranks.world,
         transform=lambda batch: host(batch, fixed=False),
         skip=cached.skip if cached else None,
+        block=block,
         **loading,
     )
     if resumed:
@@ -166,22 +169,10 @@ def train(config: Config, shards: str, ranks: Ranks, resume: bool, check_only: b
             cached.close()
         if frames:
             frames.close()
+        reader.close()
     if ranks.main:
         closing_report(output, summary)
     return summary
-
-
-def frame_cache(
-    config: Config, reader: ShardReader, cameras: list[str], device: Device, main: bool
-) -> FrameCache | None:
-    """The frame cache that the configuration asks for; `main` says what it holds."""
-    if config.data.frame_cache == "off":
-        return None
-    directory = config.data.frame_cache_directory or Path(config.output).parent / "frame_cache"
-    cache = open_frame_cache(reader, cameras, config.data.frame_cache, directory, device)
-    if main:
-        print(cache.describe(), flush=True)
-    return cache
 
 
 def process_started() -> float:

@@ -13,7 +13,7 @@ import torch
 
 from dataio.atomic import write_bytes
 from dataio.manifest import DataError
-from somaspeed.bench import compare, kernels, loader, scaling, step, verify
+from somaspeed.bench import compare, kernels, loader, operations, report, scaling, step, verify
 from somaspeed.config import ConfigError
 from somaspeed.policies import POLICIES
 from somaspeed.policies.base import PolicyError
@@ -43,7 +43,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     for command in (flops, timed):
         command.add_argument("--policy", required=True, choices=sorted(POLICIES))
         command.add_argument("--json", type=Path, metavar="FILE", help="also write the document here")
-    for module in (compare, kernels, loader, scaling, verify):
+    for module in (compare, kernels, loader, operations, report, scaling, verify):
         module.add_command(commands)
     return parser.parse_args(argv)
 

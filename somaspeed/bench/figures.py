@@ -24,8 +24,8 @@ PHASE_COLOURS = {
     "prepare": "#edae49",
     "prefix": "#00798c",
     "expert": "#30638e",
-    "forward": "#00798c",
-    "backward": "#30638e",
+    "forward": "#5b8e7d",
+    "backward": "#4b4e6d",
     "reduce_exposed": "#7b4ea3",
     "update": "#9aa5b1",
 }
@@ -94,13 +94,13 @@ def throughput(comparisons: list[Comparison]) -> Figure:
         places = np.arange(len(bars))[::-1]
         axis.barh(places, rates, color=[colour for *_, colour in bars], height=0.72)
         axis.set_yticks(places, [label for label, *_ in bars])
-        axis.set_xlim(0, max(rates, default=0.0) * 1.34 or 1.0)
+        axis.set_xlim(0, max(rates, default=0.0) * 1.36 or 1.0)
         for place, rate, (_, phase, _) in zip(places, rates, bars, strict=True):
             ratio = comparison.native.rate and rate / comparison.native.rate
-            times = f"   {ratio:.2f}×" if ratio and phase is not comparison.native else ""
-            text = f" {number(rate)}{times}" if rate else " did not run"
+            times = f" · {ratio:.2f}×" if ratio and phase is not comparison.native else ""
+            text = f"{number(rate)}{times}" if rate else "did not run"
             weight = "bold" if phase is comparison.somaspeed else "normal"
-            axis.text(rate, place, text, va="center", fontweight=weight)
+            beside(axis, rate, place, text, fontweight=weight)
         axis.set_title(name_of(comparison.model))
         axis.tick_params(left=False)
     axes[-1].set_xlabel("samples per second, all devices")
@@ -121,7 +121,7 @@ def scaling(models: dict[str, list[ScalingRow]]) -> Figure:
         high = [row.maximum_samples_per_second for row in rows]
         axis.vlines(devices, low, high, color=OURS, linewidth=1)
         for row, rate in zip(rows, rates, strict=True):
-            label = f"{number(rate)}  ({row.efficiency_percent:.1f} %)"
+            label = f"{number(rate)} ({row.efficiency_percent:.1f} %)"
             axis.annotate(label, (row.gpus, rate), (0, -13), textcoords="offset points", ha="center", va="top")
         axis.set_title(f"{name_of(model)}, {rows[0].per_gpu_batch:g} per device")
         axis.set_xticks(devices, [f"{count:g}" for count in devices])
@@ -153,7 +153,7 @@ def breakdown(comparisons: list[Comparison]) -> Figure:
                 axis.text(left + share / 2, place, f"{share:.0f} %", ha="center", va="center", color="white")
             left += share
         assert phase.global_batch is not None
-        axis.text(101, place, f"{number(1e3 * total / phase.global_batch)} ms", va="center")
+        beside(axis, 100, place, f"{number(1e3 * total / phase.global_batch)} ms")
     axis.set_yticks(range(len(bars)), [label for label, _ in bars])
     axis.invert_yaxis()
     axis.set_xlim(0, 118)
@@ -189,22 +189,26 @@ def losses(comparisons: list[Comparison]) -> Figure:
 
 
 def flops(documents: list[dict[str, Any]]) -> Figure:
-    """Counted TFLOP per sample, on a logarithmic scale."""
+    """Counted TFLOP per sample, each model on a scale of its own."""
     figure, axes = stacked_axes(len(documents), 1.75)
     for axis, document in zip(axes, documents, strict=True):
         bars = {f"native, {name}": value for name, value in document.get("native_variants", {}).items()}
         bars = bars or {"native": document["native"]}
         bars |= {"somaspeed": document["somaspeed"], "somaspeed, prefix cached": document["somaspeed_cached"]}
         places = np.arange(len(bars))[::-1]
-        values = list(bars.values())
         colours = [NATIVE if name.startswith("native") else OURS for name in bars]
-        axis.barh(places, values, color=colours, height=0.72)
-        axis.set_xscale("log")
-        axis.set_xlim(min(values) / 3, max(values) * 6)
-        for place, value in zip(places, values, strict=True):
-            axis.text(value, place, f" {number(value)}  ({document['native'] / value:.3g}×)", va="center")
+        axis.barh(places, list(bars.values()), color=colours, height=0.72)
+        axis.set_xlim(0, 1.6 * max(bars.values()))
+        for place, value in zip(places, bars.values(), strict=True):
+            fewer = document["native"] / value
+            beside(axis, value, place, number(value) + (f" · {fewer:.3g}× fewer" if fewer > 1 else ""))
         axis.set_yticks(places, list(bars))
         axis.set_title(f"{name_of(document['policy'])}, {document['size']} size")
         axis.tick_params(left=False)
-    axes[-1].set_xlabel("TFLOP per sample, forward and backward (times fewer than native's recipe)")
+    axes[-1].set_xlabel("TFLOP per sample")
     return figure
+
+
+def beside(axis: Axes, x: float, y: float, text: str, **style: Any) -> None:
+    """Text just right of a bar's end."""
+    axis.annotate(text, (x, y), (4, 0), textcoords="offset points", va="center", **style)

@@ -72,7 +72,7 @@ def copy(source: Tensor, target: Tensor) -> None:
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("kernels", help="the fused update against its rivals, on a CUDA device")
-    parser.add_argument("--parameters", type=int, default=430_098_464, metavar="N", help="live parameters; default π0.5's")
+    parser.add_argument("--parameters", type=int, default=430_098_464, metavar="N", help="live (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=20, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the document here")
     parser.set_defaults(run=run)

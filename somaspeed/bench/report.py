@@ -38,13 +38,13 @@ body { margin: 0 auto; max-width: 72rem; padding: 1rem; color: #20242c; backgrou
 h1 { font-size: 1.5rem; margin: .5rem 0; } h2 { font-size: 1.2rem; margin: 2rem 0 .25rem; }
 h2, h3 { break-after: avoid; } p, li { max-width: 46rem; }
 .note { color: #5a6270; margin: .25rem 0 1rem; overflow-wrap: anywhere; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)); gap: 1.25rem;
+.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 25rem), 1fr)); gap: 1.25rem;
            align-items: start; }
 figure { margin: 0; break-inside: avoid; } figure img { width: 100%; height: auto; display: block; }
 figcaption { color: #5a6270; font-size: .9rem; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .95rem; }
 th, td { padding: .3rem .7rem .3rem 0; text-align: left; border-bottom: 1px solid #e4e7ec; vertical-align: top; }
-th { font-weight: 600; } td.n, th.n { text-align: right; } td.error { color: #a3232f; }
+th { font-weight: 600; } td.n, th.n { text-align: right; } td.error { color: #a3232f; min-width: 14rem; }
 pre { background: #f4f6f8; padding: .6rem .8rem; overflow-x: auto; font-size: .82rem; white-space: pre-wrap;
       overflow-wrap: anywhere; }
 @media print { body { max-width: none; padding: 0; font-size: 11pt; } .figures { grid-template-columns: 1fr 1fr; }
@@ -205,17 +205,17 @@ def results_table(sources: list[Source], flops: list[dict[str, Any]]) -> str:
                 [
                     label,
                     c.model,
-                    str(c.world_size),
+                    ratio,
                     rate_text(c.native),
                     rate_text(c.somaspeed),
                     f"{rate / c.world_size:.4g}" if rate else "–",
-                    ratio,
+                    str(c.world_size),
                     f"{share:.0%}" if share else "–",
                 ]
             )
     if not rows:
         return ""
-    head = ["document", "model", "devices", "native/s", "somaspeed/s", "per device", "ratio", "of peak"]
+    head = ["document", "model", "ratio", "native/s", "somaspeed/s", "per device", "devices", "of peak"]
     return table(head, rows, numeric=2)
 
 
@@ -246,7 +246,7 @@ def hardware_and_commands(document: Document) -> str:
     if document.hardware:
         parts.append("<h3>Hardware</h3>" + hardware_table(document))
     if isinstance(document, Comparisons):
-        head = ["run", "variant", "batch", "updates", "set-up s", "peak GiB", "finite losses", "packages"]
+        head = ["run", "variant", "batch", "updates", "set-up s", "peak GiB", "finite losses", "packages", "remark"]
         parts.append("<h3>Runs</h3>" + table(head, [run_row(*run) for run in runs(document.comparisons)]))
         commands = [shlex.join(phase.command) for _, phase in runs(document.comparisons) if phase.command]
     else:
@@ -271,7 +271,7 @@ def hardware_table(document: Document) -> str:
             if c.parameters and c.trainable_parameters:
                 text += f"; {c.parameters:,} parameters, {c.trainable_parameters:,} trainable"
             rows.append([c.model, text])
-    return table(["what", ""], rows)
+    return table(["part", ""], rows)
 
 
 def runs(comparisons: list[Comparison]) -> Iterator[tuple[str, Phase]]:
@@ -289,15 +289,16 @@ def runs(comparisons: list[Comparison]) -> Iterator[tuple[str, Phase]]:
 
 def run_row(name: str, phase: Phase) -> list[str]:
     if phase.summary is None:
-        return [name, phase.variant or "", str(phase.global_batch), f"!{phase.error}", "", "", "", ""]
+        return [name, phase.variant or "", str(phase.global_batch), "–", "", "", "", "", f"!{phase.error}"]
     summary = phase.summary
     return [
         name,
         phase.variant or "",
         str(phase.global_batch),
-        f"{summary.completed_steps:,}" + (f" ({phase.error})" if phase.error else ""),
+        f"{summary.completed_steps:,}",
         f"{summary.setup_seconds:.0f}",
         f"{phase.peak_allocated_gib:.1f}",
         f"{phase.finite_loss_updates:,}",
         ", ".join(f"{package} {version}" for package, version in phase.versions.items()),
+        f"!{phase.error}" if phase.error else "",
     ]

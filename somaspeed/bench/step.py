@@ -181,7 +181,7 @@ def compare(
 
 
 def clock(device: torch.device) -> float:
-    """Seconds: of the clock on a CUDA device, after all work so far; of this process on the CPU, which may be shared."""
+    """Seconds: of the clock on a CUDA device, after all work so far; of this process on the CPU, which is shared."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         return time.perf_counter()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -177,3 +180,27 @@ def test_shards_together_make_the_unsharded_update(dtype):
     again.load_state_dict(resumed.state_dict())
     used = 192 - again.shards[0].start
     assert torch.equal(again.shards[0].flats["exp_avg"][:used], parts[1].shards[0].flats["exp_avg"][:used])
+
+
+@pytest.mark.throughput
+def test_the_update_is_no_slower_than_torchs_foreach_with_clipping():
+    """CPU seconds of update and clearing, 16 M parameters in 16 tensors, in turn; 5.4 × was measured at 100 M."""
+    ours = {str(index): nn.Parameter(torch.zeros(1024, 1024)) for index in range(16)}
+    theirs = [nn.Parameter(torch.zeros(1024, 1024)) for _ in range(16)]
+    optimizer = optimizer_for(ours)
+    reference = torch.optim.AdamW(theirs, lr=1e-4, foreach=True)
+    seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
+    for _ in range(6):
+        optimizer.arenas[0].grad.fill_(1e-3)
+        for parameter in theirs:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        started = time.process_time()
+        optimizer.step(1e-4, divisor=1)
+        optimizer.zero_grad()
+        seconds["ours"].append(time.process_time() - started)
+        started = time.process_time()
+        nn.utils.clip_grad_norm_(theirs, 1.0)
+        reference.step()
+        reference.zero_grad(set_to_none=False)
+        seconds["theirs"].append(time.process_time() - started)
+    assert statistics.median(seconds["ours"][1:]) <= statistics.median(seconds["theirs"][1:])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dataio.batch import Batch
+from dataio.reader import ShardReader
 from somaspeed.policies.pi05.forward import expert_velocity, flow_loss, prefix_kv
 from somaspeed.policies.pi05.policy import PI05, Inputs
 from tests.somaspeed.cases import first_batch, loaded_policy, tiny_config
@@ -88,6 +89,33 @@ def test_loss_and_gradients_equal_native(sample, batch_samples, seed, empty_came
     assert abs(found - loss) <= TOLERANCE * loss
     assert worst(gradient, our_gradient) <= TOLERANCE
     assert gradient.keys() == policy.live_parameters().keys()
+
+
+def by_length(policy: PI05, sample: ShardReader) -> dict[int, list[int]]:
+    """Every eighth frame, by the length of its prompt."""
+    ids = list(range(0, len(sample), 8))
+    lengths = first_batch(policy, sample, ids).extra["lengths"].tolist()
+    return {length: [i for i, n in zip(ids, lengths, strict=True) if n == length] for length in set(lengths)}
+
+
+def test_equal_prompts_need_no_pads_and_agree(sample):
+    policy = loaded_policy(tiny_config(), sample)
+    alike = max(by_length(policy, sample).values(), key=len)[:4]
+    batch = first_batch(policy, sample, alike)
+    assert len(alike) == 4 and len(set(batch.extra["lengths"].tolist())) == 1
+    loss, gradient = native(policy, batch)
+    found, our_gradient = ours(policy, batch)
+    assert abs(found - loss) <= TOLERANCE * loss and worst(gradient, our_gradient) <= TOLERANCE
+
+
+def test_real_depths_and_token_counts_agree(sample):
+    """At `mid`: 18 layers, 27 vision layers, 576 prefix tokens, an empty camera, ragged prompts."""
+    policy = loaded_policy(tiny_config(model={"size": "mid"}), sample)
+    short, *_, long = sorted(by_length(policy, sample).items())
+    batch = first_batch(policy, sample, [short[1][0], long[1][0]])
+    loss, gradient = native(policy, batch)
+    found, our_gradient = ours(policy, batch)
+    assert abs(found - loss) <= TOLERANCE * loss and worst(gradient, our_gradient) <= TOLERANCE
 
 
 @pytest.mark.parametrize("mistake", ["drop one valid token", "keep one pad", "include the empty camera"])

@@ -20,6 +20,7 @@ from dataio.batch import Batch
 from dataio.manifest import Manifest
 from somaspeed.config import Config, TrainingConfig
 from somaspeed.draws import sample_generator
+from somaspeed.optim import Group
 from somaspeed.policies.base import CacheSlot, Policy, PolicyError
 from somaspeed.policies.features import match_cameras, statistics_tensors
 from somaspeed.policies.groot import assemble, export
@@ -33,7 +34,7 @@ from somaspeed.policies.groot.sizes import SIZES, resolution
 from somaspeed.policies.lerobot import narrow_frozen
 from somaspeed.policies.tokenizer import load_tokenizer
 
-HEAD = "_groot_model.action_head"
+HEAD, BACKBONE = "_groot_model.action_head", "_groot_model.backbone.model.model"
 JITTER_DRAW, DROPOUT_DRAW = 1, 2  # numbers of the draws beside noise and time, which are draw 0
 TRAINED = "trained"  # model.tokenizer: train one on the shards' tasks, for random weights at full size
 
@@ -101,7 +102,10 @@ class Groot(Policy[Inputs, Features]):
 
     def load(self) -> None:
         module = assemble.build_module(self.lerobot_config, self.model_config, self.seed, self.core_options)
-        self.originals = narrow_frozen(module) if self.model_config.dtype == "bfloat16" else {}
+        self.originals: dict[str, Tensor] = {}
+        if self.model_config.dtype == "bfloat16":  # without the unused language head, whose weight is the embedding's
+            narrowed = narrow_frozen(module.get_submodule(BACKBONE))
+            self.originals = {f"{BACKBONE}.{name}": weight for name, weight in narrowed.items()}
         if self.model_config.tokenizer == TRAINED:
             assemble.name_special_tokens(module, self.processor)
         self.attach(module)
@@ -115,6 +119,13 @@ class Groot(Policy[Inputs, Features]):
         embodiment = N1_7_EMBODIMENT_MAPPING[self.lerobot_config.embodiment_tag]
         horizon = self.core.config.action_horizon
         self.rows = LiveRows(self.head, HEAD, embodiment, horizon, self.whole)
+        _, free = module._build_weight_decay_parameter_groups(module)
+        spared = {id(parameter) for parameter in free["params"]}
+        self.without_decay = {
+            self.rows.cut.get(id(parameter), name)
+            for name, parameter in module.named_parameters()
+            if id(parameter) in spared
+        }
         layout, longest = self.prompts.layout, self.prompts.text.shape[1]
         with self.precision():
             self.backbone = Backbone(self.core, layout, self.resolution, longest)
@@ -253,6 +264,10 @@ class Groot(Policy[Inputs, Features]):
             for name, parameter in self.module.named_parameters()
             if parameter.requires_grad
         }
+
+    def group_of(self, name: str, parameter: nn.Parameter) -> Group:
+        """LeRobot leaves biases and norms out of weight decay, by their names."""
+        return Group(decay=name not in self.without_decay)
 
     def learning_rate(self, steps: int, settings: TrainingConfig) -> Callable[[int], float]:
         """LeRobot's schedule for GR00T: linear warm-up, then a cosine to zero over the run."""

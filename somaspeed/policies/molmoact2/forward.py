@@ -69,9 +69,31 @@ def embed(core: MolmoAct2Model, tokens: Tensor) -> Tensor:
     return torch.where((tokens >= split)[..., None], added, base)
 
 
+class UnitNorm(torch.autograd.Function):
+    """Root-mean-square norm over the last axis that keeps its output for backward, not its input.
+
+    What reads the output keeps it as well, so a norm costs no memory of its own: for y = r · x with
+    r = (mean x² + eps)^(-1/2), the gradient of x is r · (g - y · mean(g · y)).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        y, scale = torch.ops.aten._fused_rms_norm(x, [x.shape[-1]], None, eps)
+        y = y.to(x.dtype)
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        y, scale = ctx.saved_tensors
+        wide = gradient.float()
+        along = (wide * y).mean(dim=-1, keepdim=True)
+        return ((wide - y * along) * scale).to(gradient.dtype), None
+
+
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
     """Root-mean-square norm over the last axis, computed in float32, in the dtype of `x`."""
-    normed = F.rms_norm(x, x.shape[-1:], None, eps).to(x.dtype)
+    normed = UnitNorm.apply(x, eps)
     return normed if weight is None else normed * weight.to(x.dtype)
 
 
