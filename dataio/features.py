@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from dataio.manifest import Camera, Column, DataError
+from dataio.manifest import Camera, Column, DataError, did_you_mean
 
 BOOKKEEPING = ("index", "episode_index", "frame_index", "timestamp", "task_index")
 SAMPLE_KEYS = ("episode", "frame", "task")
@@ -23,6 +23,27 @@ class Feature(msgspec.Struct):
     shape: tuple[int, ...]
     names: Any = None
     info: dict[str, Any] | None = None
+
+
+def rename(features: dict[str, Feature], names: dict[str, str]) -> tuple[dict[str, Feature], dict[str, str]]:
+    """`features` under the keys that `names` (dataset's key → name) gives them, and the new keys' old ones.
+
+    A camera's name is its last part: `top` stands for `observation.images.top`. Raises DataError for a key that the
+    dataset does not have, with the closest one, and for two features under one key.
+    """
+    known = [key for key in features if key not in BOOKKEEPING]
+    old: dict[str, str] = {}
+    for key in names:
+        if key not in known:
+            raise DataError(f"--map {key}={names[key]}: the dataset has no feature {key!r}{did_you_mean(key, known)}")
+    for key, feature in features.items():
+        new = names.get(key, key)
+        if key in names and feature.dtype in ("image", "video") and "." not in new:
+            new = f"observation.images.{new}"
+        if new in old:
+            raise DataError(f"--map: {old[new]!r} and {key!r} would both be {new!r}; give one of them another name.")
+        old[new] = key
+    return {new: features[key] for new, key in old.items()}, {n: key for n, key in old.items() if n != key}
 
 
 def sort_features(features: dict[str, Feature]) -> tuple[list[Camera], list[Column], list[str]]:
@@ -49,7 +70,7 @@ def sort_features(features: dict[str, Feature]) -> tuple[list[Camera], list[Colu
             skipped.append(f"{key}: has {len(feature.shape)} dimensions (shape {list(feature.shape)})")
         elif key in SAMPLE_KEYS:
             raise DataError(
-                f"feature {key!r}: the name is taken by the sample's own fields. Rename the feature."
+                f"feature {key!r}: the name is taken by the sample's own fields. Rename it with --map {key}=NAME."
             )
         else:
             columns.append(Column(key, feature.dtype, feature.shape, _names(feature.names)))
@@ -62,7 +83,8 @@ def sort_features(features: dict[str, Feature]) -> tuple[list[Camera], list[Colu
         if not CAMERA_NAME.fullmatch(camera.name) or camera.name == "frame" or counts[camera.name] > 1:
             raise DataError(
                 f"camera {camera.key!r}: its last part {camera.name!r} names the image in the tar, so it "
-                "must be unique, not 'frame', and of letters, digits, _ and - only. Rename the feature."
+                "must be unique, not 'frame', and of letters, digits, _ and - only. Rename it with "
+                f"--map {camera.key}=NAME."
             )
     return cameras, columns, skipped
 

@@ -128,5 +128,5 @@ def open_frame_cache(
     directory: Path | str | None = None,
     device: Device = "cpu",
 ) -> FrameCache:
-    """Open or create the frame cache, see `frame_cache_place`. Raises DataError with the numbers when it does not fit."""
+    """Open or create the frame cache, see `frame_cache_place`. Raises DataError, with the numbers, where none fits."""
     return frame_cache_place(reader, cameras, mode, directory, device).open()

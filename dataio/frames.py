@@ -51,7 +51,7 @@ class EpisodeReader:
 
     def rows(self, span: Span) -> Rows:
         """The low-dimensional part of an episode. Raises CorruptEpisode (unreadable, wrong shape, NaN, …)."""
-        keys = [column.key for column in self.source.columns]
+        keys = [self.source.key_in_dataset(column.key) for column in self.source.columns]
         table = self._table(span, ["index", "frame_index", "task_index", "timestamp", *keys])
         index, frame, task = (
             _array(table, name, "int64", (), span.length) for name in ("index", "frame_index", "task_index")
@@ -61,12 +61,15 @@ class EpisodeReader:
             raise CorruptEpisode(
                 f"{span.data}: task_index {task.max()}, but there are {len(self.source.tasks)} tasks"
             )
-        columns = {c.key: _array(table, c.key, c.dtype, c.shape, span.length) for c in self.source.columns}
+        columns = {
+            column.key: _array(table, key, column.dtype, column.shape, span.length)
+            for column, key in zip(self.source.columns, keys, strict=True)
+        }
         return Rows(index, frame, task, timestamp, columns)
 
     def frames(self, span: Span, camera: Camera) -> Iterator[np.ndarray]:
         """The episode's frames of one camera in order, uint8 [height, width, 3]. Raises CorruptEpisode."""
-        video = span.videos.get(camera.key)
+        video = span.videos.get(self.source.key_in_dataset(camera.key))
         frames = self._images(span, camera) if video is None else self._video(span, camera, video)
         number = -1
         for number, frame in enumerate(frames):
@@ -87,7 +90,8 @@ class EpisodeReader:
             raise CorruptEpisode(f"{span.data}: cannot be read: {error}") from None
 
     def _images(self, span: Span, camera: Camera) -> Iterator[np.ndarray]:
-        for number, cell in enumerate(self._table(span, [camera.key])[camera.key]):
+        key = self.source.key_in_dataset(camera.key)
+        for number, cell in enumerate(self._table(span, [key])[key]):
             data = (cell.as_py() or {}).get("bytes")
             try:
                 if not data:

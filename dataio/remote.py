@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dataio.atomic import PARTIAL, replacing, write_bytes
+import numpy as np
+
+from dataio.atomic import PARTIAL, alone, replacing, write_bytes
 from dataio.manifest import MANIFEST_NAME, DataError, Manifest, Shard, parse_manifest
 from dataio.reader import ShardReader, Verify, file_sha256
 
@@ -112,7 +113,7 @@ class RemoteShards(ShardReader):
             self._tars[shard] = None
 
     def locate(self, sample: int) -> str:
-        shard = self.manifest.shards[int(self.shard_of(sample))]
+        shard = self.manifest.shards[int(self.shard_of(np.array([sample]))[0])]
         return super().locate(sample).replace(str(self.directory / shard.tar), f"{self._remote.url}/{shard.tar}")
 
     def close(self) -> None:
@@ -121,7 +122,7 @@ class RemoteShards(ShardReader):
 
     def _fetch_indexes(self, directory: Path) -> Manifest:
         directory.mkdir(parents=True, exist_ok=True)
-        with locked(directory / "lock"):
+        with alone(directory / "lock"):
             for leftover in directory.glob("*.index.*" + PARTIAL):
                 leftover.unlink()
             self._remote.fetch(MANIFEST_NAME, directory / "manifest.fetched")
@@ -212,7 +213,7 @@ class TarCache:
 
     def _fetch(self, shard: int) -> None:
         entry, path = self._shards[shard], self._path(shard)
-        with locked(path.with_suffix(".lock")):
+        with alone(path.with_suffix(".lock")):
             if path.exists():  # another process was first
                 return
             for leftover in self._directory.glob(f"{path.name}.*{PARTIAL}"):  # of a process that was killed
@@ -223,7 +224,7 @@ class TarCache:
     def _make_room(self, arriving: Path, size: int) -> None:
         """Remove the tars used longest ago that are not wanted, until `size` bytes for `arriving` fit; reserve them."""
         sizes = {entry.tar_sha256: entry.tar_bytes for entry in self._shards}
-        with locked(self._directory / "room"), self._lock:
+        with alone(self._directory / "room"), self._lock:
             wanted = {self._path(shard) for shard in self._wanted}
             others = [path.name.partition(".")[0] for path in self._directory.glob("*.tar.*" + PARTIAL)]
             present = {}
@@ -238,11 +239,3 @@ class TarCache:
                 path.unlink(missing_ok=True)
                 used -= present[path].st_size
             arriving.with_name(f"{arriving.name}.{os.getpid()}{PARTIAL}").touch()
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock file at `path`, against other threads and processes of this machine."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

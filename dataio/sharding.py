@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import numpy as np
-from safetensors import safe_open
 
-from dataio.atomic import PARTIAL, write_bytes
+from dataio.atomic import PARTIAL, alone
+from dataio.claim import Job, Options, Part, claimed
 from dataio.encode import encode, psnr, squared_error
 from dataio.frames import CorruptEpisode, EpisodeReader, first_images
 from dataio.jobs import Meter, Silent, run_jobs
@@ -28,57 +24,39 @@ from dataio.manifest import (
     FORMAT,
     MANIFEST_NAME,
     VERSION,
-    Codec,
-    Column,
     DataError,
     Episode,
     Manifest,
     Quarantined,
-    Statistics,
     load_manifest,
     save_manifest,
 )
 from dataio.manifest import Source as SourceName
 from dataio.shuffle import shuffle
 from dataio.source import Source, Span, open_source
+from dataio.statistics import compute_statistics
 from dataio.writer import Record, Sample, read_record, shard_names, to_shards, writing_shard
 
-JOB_NAME = "job.json"
+CONVERTED = ".converted"  # beside the output: datasets of version 2.1 as version 3
 STAGING = "episode-order" + PARTIAL
 ENOUGH = 0.7  # of the estimated bytes; the estimate comes from one frame of each camera
 EXTRA_BYTES = 3000  # of a sample beside its images: tar headers and padding, msgpack record, index
 OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to shard. `name` is by default the dataset's; every frame is turned by `rotation` degrees."""
-
-    codec: Codec
-    name: str | None = None
-    samples_per_shard: int = 1024
-    order: Literal["episode", "shuffled"] = "episode"
-    rotation: Literal[0, 180] = 0
-
-
-class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`job.json`: from what and how the shards of a directory are made. Only the same job may go on there."""
-
-    dataset: str
-    revision: str
-    fingerprint: str
-    options: Options
-
-
 class Outcome(msgspec.Struct, frozen=True):
     """What `shard_dataset` did. `psnr` is in dB over all pixels of all kept frames (inf for PNG).
 
-    When the set `was_complete` before, nothing was read or written and `psnr` is None.
+    When the set `was_complete` before, nothing was read or written and `psnr` is None. `manifest` is None after a part
+    while `shards_left` shards of other parts are not there yet; `renamed` maps new keys to the dataset's.
     """
 
-    manifest: Manifest
+    manifest: Manifest | None
     skipped: list[str]
     psnr: float | None
     was_complete: bool
+    shards_left: int = 0
+    renamed: dict[str, str] = {}
 
 
 class ShardJob(msgspec.Struct, frozen=True):
@@ -97,40 +75,43 @@ def shard_dataset(
     episodes: str | None = None,
     workers: int = 1,
     meter: Meter | None = None,
+    part: Part | None = None,
 ) -> Outcome:
     """Shard a LeRobot dataset (directory or hub id) into the directory `out`; the same call again resumes.
 
+    With `part` only that part of the shards is made, by this process; parts may run anywhere at any time. Whoever
+    finds all shards complete at its end writes the manifest, as the same call without `part` does.
     Raises DataError: a dataset that cannot be read (see `open_source`), an `out` that holds other shards, no
     room on the disk, or no episode left. Episodes with corrupt bytes are left out and named in the manifest.
     """
-    _check(options, workers)
+    _check(options, workers, part)
     meter = meter or Silent()
     out = Path(out)
-    source = open_source(dataset, episodes)
+    source = open_source(dataset, episodes, options.map, out.absolute().parent / CONVERTED)
     if options.name is None:
         options = msgspec.structs.replace(options, name=source.dataset.rpartition("/")[2])
     job = Job(source.dataset, source.revision, source.fingerprint, options)
-    with _claimed(out, job):
+    with claimed(out, job, part):
         if (manifest := _finished(out)) is not None:
-            return Outcome(manifest, source.skipped, None, was_complete=True)
+            return Outcome(manifest, source.skipped, None, was_complete=True, renamed=source.renamed)
         sample_bytes = EXTRA_BYTES + sum(len(encode(image, options.codec)) for image in first_images(source))
-        total_bytes = sample_bytes * source.frames * (2 if options.order == "shuffled" else 1)
-        _check_space(out, total_bytes)
+        frames = sum(span.length for number, spans in shards_of(source, options, part) for span in spans)
+        total_bytes = sample_bytes * frames * (2 if options.order == "shuffled" else 1)
+        _check_space(out, total_bytes, part)
         try:
             if options.order == "shuffled":
                 staging = out / STAGING
                 staging.mkdir(exist_ok=True)
-                manifest, ratio = _write_episode_order(staging, source, options, workers, meter)
+                staged = _write_episode_order(staging, source, options, workers, meter)
                 manifest = shuffle(staging, out, options.samples_per_shard, workers, meter)
                 save_manifest(out, manifest)
                 shutil.rmtree(staging)
-            else:
-                manifest, ratio = _write_episode_order(out, source, options, workers, meter)
+                return msgspec.structs.replace(staged, manifest=manifest)
+            return _write_episode_order(out, source, options, workers, meter, part)
         except OSError as error:
             if error.errno in OUT_OF_SPACE:
-                raise _no_space(out, total_bytes) from error
+                raise _no_space(out, total_bytes, part) from error
             raise
-    return Outcome(manifest, source.skipped, ratio, was_complete=False)
 
 
 def plan(spans: list[Span], samples_per_shard: int) -> list[list[Span]]:
@@ -146,7 +127,15 @@ def plan(spans: list[Span], samples_per_shard: int) -> list[list[Span]]:
     return shards
 
 
-def _check(options: Options, workers: int) -> None:
+def shards_of(source: Source, options: Options, part: Part | None) -> list[tuple[int, list[Span]]]:
+    """Number and episodes of every shard, or of the part's."""
+    shards = enumerate(plan(source.spans, options.samples_per_shard))
+    return [(number, spans) for number, spans in shards if part is None or part.has(number)]
+
+
+def _check(options: Options, workers: int, part: Part | None) -> None:
+    if part and options.order == "shuffled":
+        raise DataError("--part makes shards in episode order; --order shuffled needs all of them in one job.")
     if options.samples_per_shard < 1 or workers < 1:
         raise DataError(
             f"samples per shard ({options.samples_per_shard}) and workers ({workers}) must be 1 or more."
@@ -155,56 +144,6 @@ def _check(options: Options, workers: int) -> None:
         raise DataError(f"rotation {options.rotation}: frames can be turned by 0 or 180 degrees.")
     if options.order not in ("episode", "shuffled"):
         raise DataError(f"order {options.order!r} is unknown; use episode or shuffled.")
-
-
-@contextlib.contextmanager
-def _claimed(out: Path, job: Job) -> Iterator[None]:
-    """Hold `out` for this job and this process. Raises DataError when it belongs to another one."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise DataError(f"{out}: is a file; --out needs a directory.") from None
-    lock = os.open(out, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"{out}: another process is sharding into it. Wait for it, or stop it.") from None
-        _check_owner(out, job)
-        for leftover in out.rglob("*" + PARTIAL):
-            if leftover.is_file():
-                leftover.unlink()
-        yield
-    finally:
-        os.close(lock)
-
-
-def _check_owner(out: Path, job: Job) -> None:
-    path = out / JOB_NAME
-    advice = "Give another --out, or remove this directory to start over."
-    if not path.exists():
-        if (out / MANIFEST_NAME).exists() or any(out.glob("*.tar")):
-            raise DataError(f"{out}: holds shards that this command did not make (no {JOB_NAME}). {advice}")
-        write_bytes(path, msgspec.json.format(msgspec.json.encode(job), indent=1) + b"\n")
-        return
-    try:
-        other = msgspec.json.decode(path.read_bytes(), type=Job)
-    except msgspec.MsgspecError as error:
-        raise DataError(f"{path}: not readable as a sharding job: {error}. {advice}") from None
-    if other == job:
-        return
-    theirs, ours = (_flat(msgspec.to_builtins(j)) for j in (other, job))
-    changes = [f"{key} {theirs[key]} there, {ours[key]} asked" for key in ours if theirs[key] != ours[key]]
-    if changes[0].startswith("fingerprint"):
-        changes[0] = "the episodes selected, or the dataset's metadata"
-    raise DataError(f"{out}: holds shards of another job: {'; '.join(changes)}. {advice}")
-
-
-def _flat(tree: dict) -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in tree.items():
-        flat |= _flat(value) if isinstance(value, dict) else {key: value}
-    return flat
 
 
 def _finished(out: Path) -> Manifest | None:
@@ -222,17 +161,18 @@ def _finished(out: Path) -> Manifest | None:
     return None
 
 
-def _missing_bytes(out: Path, total_bytes: int) -> int:
-    return max(0, total_bytes - sum(path.stat().st_size for path in out.rglob("*.tar")))
+def _missing_bytes(out: Path, total_bytes: int, part: Part | None) -> int:
+    tars = [path for path in out.rglob("*.tar") if part is None or part.has(int(path.stem))]
+    return max(0, total_bytes - sum(path.stat().st_size for path in tars))
 
 
-def _check_space(out: Path, total_bytes: int) -> None:
-    if shutil.disk_usage(out).free < ENOUGH * _missing_bytes(out, total_bytes):
-        raise _no_space(out, total_bytes)
+def _check_space(out: Path, total_bytes: int, part: Part | None) -> None:
+    if shutil.disk_usage(out).free < ENOUGH * _missing_bytes(out, total_bytes, part):
+        raise _no_space(out, total_bytes, part)
 
 
-def _no_space(out: Path, total_bytes: int) -> DataError:
-    free, needed = shutil.disk_usage(out).free, _missing_bytes(out, total_bytes)
+def _no_space(out: Path, total_bytes: int, part: Part | None) -> DataError:
+    free, needed = shutil.disk_usage(out).free, _missing_bytes(out, total_bytes, part)
     return DataError(
         f"{out}: not enough space on its file system: {free / 1e6:,.1f} MB free, about {needed / 1e6:,.1f} "
         "MB still needed. Make room and run the same command again (it resumes), or give another --out."
@@ -240,16 +180,41 @@ def _no_space(out: Path, total_bytes: int) -> DataError:
 
 
 def _write_episode_order(
-    directory: Path, source: Source, options: Options, workers: int, meter: Meter
-) -> tuple[Manifest, float]:
-    """Make all shards in episode order, then the manifest; returns it with the PSNR of the stored images."""
-    parts = plan(source.spans, options.samples_per_shard)
+    directory: Path, source: Source, options: Options, workers: int, meter: Meter, part: Part | None = None
+) -> Outcome:
+    """Make the shards in episode order, then the manifest once all are there."""
     jobs = [
         ShardJob(str(directory), number, msgspec.structs.replace(source, spans=spans), options)
-        for number, spans in enumerate(parts)
+        for number, spans in shards_of(source, options, part)
     ]
-    meter.stage("encoding", source.frames * len(source.cameras))
+    meter.stage("encoding", sum(job.source.frames for job in jobs) * len(source.cameras))
     records = run_jobs(make_shard, jobs, workers, meter)
+    done = Outcome(None, source.skipped, _psnr(records), was_complete=False, renamed=source.renamed)
+    if part is None:
+        return msgspec.structs.replace(done, manifest=_write_manifest(directory, source, options, records))
+    with alone(directory / "merge.lock"):
+        if (manifest := _finished(directory)) is not None:
+            return msgspec.structs.replace(done, manifest=manifest)
+        numbers = range(len(plan(source.spans, options.samples_per_shard)))
+        absent = [number for number in numbers if not (directory / shard_names(number)[1]).exists()]
+        if absent:
+            return msgspec.structs.replace(done, shards_left=len(absent))
+        found = [read_record(directory, number) for number in numbers]
+        complete = [record for record in found if record is not None]
+        if len(complete) < len(found):
+            return msgspec.structs.replace(done, shards_left=len(found) - len(complete))
+        manifest = _write_manifest(directory, source, options, complete)
+        return msgspec.structs.replace(done, manifest=manifest, psnr=_psnr(complete))
+
+
+def _psnr(records: list[Record]) -> float:
+    """Of all stored images, in dB."""
+    error, values = (sum(getattr(record, name) for record in records) for name in ("squared_error", "values"))
+    return psnr(error, values)
+
+
+def _write_manifest(directory: Path, source: Source, options: Options, records: list[Record]) -> Manifest:
+    """Write and return the manifest of all shards, with exact statistics over them."""
     quarantined = [entry for record in records for entry in record.quarantined]
     bad = {entry.episode for entry in quarantined}
     if len(bad) == len(source.spans):
@@ -281,8 +246,7 @@ def _write_episode_order(
     for record in records:
         if not record.samples:
             (directory / record.index).unlink()
-    error, values = (sum(getattr(record, name) for record in records) for name in ("squared_error", "values"))
-    return manifest, psnr(error, values)
+    return manifest
 
 
 def make_shard(job: ShardJob, meter: Meter) -> Record:
@@ -345,28 +309,3 @@ def _encode_episode(
         for i in range(span.length)
     ]
     return samples, error, values
-
-
-def compute_statistics(indexes: list[Path], columns: list[Column]) -> dict[str, Statistics]:
-    """Exact statistics of every column over all frames in the shards' indexes, in float64, per dimension.
-
-    std is that of the population; quantiles interpolate linearly between the two nearest frames.
-    """
-    statistics = {}
-    for column in columns:
-        parts = []
-        for path in indexes:
-            with safe_open(path, framework="np") as file:
-                parts.append(file.get_tensor(f"column.{column.key}"))
-        values = np.concatenate(parts).astype(np.float64)
-        q01, q99 = np.quantile(values, (0.01, 0.99), axis=0)
-        statistics[column.key] = Statistics(
-            mean=values.mean(axis=0).tolist(),
-            std=values.std(axis=0).tolist(),
-            min=values.min(axis=0).tolist(),
-            max=values.max(axis=0).tolist(),
-            q01=q01.tolist(),
-            q99=q99.tolist(),
-            count=len(values),
-        )
-    return statistics

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import math
 import mmap
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from dataio.atomic import write_bytes
+from dataio.atomic import alone, write_bytes
 from dataio.manifest import DataError
 
 WRITTEN, DURABLE = 1, 2
@@ -186,14 +184,3 @@ def free_bytes(directory: Path) -> int:
         limit = int((CGROUP / "memory.max").read_text())
         free = min(free, limit - int((CGROUP / "memory.current").read_text()))
     return max(free, 0)
-
-
-@contextlib.contextmanager
-def alone(directory: Path) -> Iterator[None]:
-    """Be the only process in this block for `directory`; others wait."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""What a LeRobot v3 dataset holds: its cameras, columns, tasks and episodes, checked before anything is read.
+"""What a LeRobot dataset holds: its cameras, columns, tasks and episodes, checked before anything is read.
 
 `open_source` reads `meta/`, refuses what cannot be converted, and says for every episode which rows of which
 data file and which frames of which video files are its own. Data and video files are split independently of
@@ -20,7 +20,8 @@ import pandas
 import pyarrow
 import pyarrow.parquet as parquet
 
-from dataio.features import Feature, sort_features
+from dataio.features import Feature, rename, sort_features
+from dataio.legacy import LEGACY_VERSION, converted, is_legacy
 from dataio.manifest import Camera, Column, DataError
 
 INFO = "meta/info.json"
@@ -71,6 +72,11 @@ class Source(msgspec.Struct, frozen=True):
     tasks: list[str]
     spans: list[Span]
     skipped: list[str]
+    renamed: dict[str, str] = {}  # key of a camera or column → its key in the dataset, where that is another
+
+    def key_in_dataset(self, key: str) -> str:
+        """The dataset's own key of a camera or column."""
+        return self.renamed.get(key, key)
 
     @property
     def frames(self) -> int:
@@ -91,15 +97,20 @@ class Info(msgspec.Struct):
     robot_type: str | None = None
 
 
-def open_source(dataset: str, episodes: str | None = None) -> Source:
-    """Open a LeRobot v3 dataset, a local directory or one of the Hugging Face hub, and check what it says.
+def open_source(
+    dataset: str, episodes: str | None = None, names: dict[str, str] | None = None, cache: Path | None = None
+) -> Source:
+    """Open a LeRobot dataset, a local directory or one of the Hugging Face hub, and check what it says.
 
-    `episodes` selects some, as in "0:10,12" (default: all). Only files that the selection needs are
-    downloaded and required. Raises DataError: not a dataset, not version 3, episodes that do not tile
+    `episodes` selects some, as in "0:10,12" (default: all). `names` renames features, see `features.rename`. A
+    dataset of version 2.1 is converted into `cache` first. Only files that the selection needs are downloaded and
+    required. Raises DataError: not a dataset, neither version 3 nor 2.1, episodes that do not tile
     [0, total), overlapping video ranges, a missing file, rows that disagree with the metadata, a camera name
     that cannot be part of a tar key.
     """
     root, name, revision = _locate(dataset)
+    if is_legacy(root):
+        root = converted(root, name, cache)
     info = _read_info(root)
     tables = sorted((root / "meta/episodes").glob("*/*.parquet"))
     all_spans = list(_read_spans(root, info, tables))
@@ -107,7 +118,8 @@ def open_source(dataset: str, episodes: str | None = None) -> Source:
     _check_videos(all_spans)
     selected = select(episodes, len(all_spans))
     spans = [all_spans[episode] for episode in selected]
-    cameras, columns, skipped = sort_features(info.features)
+    features, renamed = rename(info.features, names or {})
+    cameras, columns, skipped = sort_features(features)
     digest = hashlib.sha256()
     for path in [root / INFO, root / TASKS, *tables]:
         digest.update(path.read_bytes())
@@ -125,8 +137,9 @@ def open_source(dataset: str, episodes: str | None = None) -> Source:
         tasks=_read_tasks(root),
         spans=spans,
         skipped=skipped,
+        renamed=renamed,
     )
-    if revision != "local":
+    if revision != "local" and root.name == revision:
         _download(name, revision, sorted({file for span in spans for file in span.files()}))
     _check_files(source)
     _check_rows(source)
@@ -162,10 +175,13 @@ def _locate(dataset: str) -> tuple[Path, str, str]:
             f"{dataset}: no such directory. Give a LeRobot dataset's directory or a hub id, owner/name."
         )
     from lerobot.datasets.dataset_metadata import CODEBASE_VERSION
-    from lerobot.datasets.utils import get_safe_version
+    from lerobot.datasets.utils import BackwardCompatibilityError, get_safe_version
 
     try:
         revision = get_safe_version(dataset, CODEBASE_VERSION)
+    except BackwardCompatibilityError:  # there is only an older version; of that one, the conversion needs everything
+        root = _download(dataset, LEGACY_VERSION, ["*"])
+        return root, dataset, root.name
     except (
         Exception
     ) as error:  # the hub client has no common base for "offline", "not found" and "not version 3"
@@ -203,14 +219,8 @@ def _read_info(root: Path) -> Info:
         raise DataError(f"{root}: no {INFO}: not a LeRobot dataset's directory.") from None
     except (msgspec.MsgspecError, KeyError, TypeError) as error:
         raise DataError(f"{path}: not a LeRobot dataset's info.json: {error!r}") from None
-    if str(version).startswith("v2"):
-        raise DataError(
-            f"{root}: LeRobot format {version}; this program reads v3. Convert it with LeRobot's own "
-            "converter: python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id OWNER/NAME --root "
-            f"{root} --push-to-hub false"
-        )
     if not str(version).startswith("v3."):
-        raise DataError(f"{root}: LeRobot format {version!r} is unknown; this program reads v3.")
+        raise DataError(f"{root}: LeRobot format {version!r} is unknown; this program reads v3 and {LEGACY_VERSION}.")
     try:
         return msgspec.json.decode(raw, type=Info)
     except msgspec.MsgspecError as error:

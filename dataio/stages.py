@@ -261,7 +261,8 @@ class Stages:
             self._announce(request)
         rows = np.arange(len(request.sample)) if self._skip is None else np.flatnonzero(~self._skip(request.sample))
         samples = request.sample[rows]
-        frames, lease, missing = None, None, np.arange(len(rows))
+        frames, lease = None, None
+        missing: np.ndarray = np.arange(len(rows))
         if self._cache is not None and (cached := self._cache.has(samples)).any():
             frames, lease = self._host_buffers(len(rows))
             self._cache.read(samples[cached], np.flatnonzero(cached), frames)

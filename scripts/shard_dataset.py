@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Turn a LeRobot v3 dataset into WebDataset shards with an index, for somaspeed-train.
+"""Turn a LeRobot dataset (v3 or v2.1) into WebDataset shards with an index, for somaspeed-train.
 
 Frames are decoded once, stored as JPEG or PNG, and checked; episodes whose bytes are corrupt are left out and
 named in the manifest. An interrupted run is resumed by the same command.
@@ -17,9 +17,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dataio.claim import Options, parse_part
 from dataio.encode import SUBSAMPLINGS, make_codec
 from dataio.manifest import DataError
-from dataio.sharding import Options, Outcome, shard_dataset
+from dataio.sharding import Outcome, shard_dataset
 
 EXIT_CODES = """exit codes:
   0    complete
@@ -29,6 +30,8 @@ EXIT_CODES = """exit codes:
 
 examples:
   python scripts/shard_dataset.py --dataset ~/data/my_robot --out shards/my_robot
+  python scripts/shard_dataset.py --dataset old/set --out shards/set --map observation.images.top=image
+  python scripts/shard_dataset.py --dataset big/set --out shards/big --part 3/16   # on any machine that sees both
   python scripts/shard_dataset.py --dataset lerobot/pusht --out shards/pusht --episodes 0:50 --codec png
 """
 
@@ -38,7 +41,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--dataset", required=True, metavar="DIR_OR_HUB_ID", help="a LeRobot v3 dataset, image or video kind")
+    add("--dataset", required=True, metavar="DIR_OR_HUB_ID", help="a LeRobot dataset, image or video kind")
     add(
         "--out",
         required=True,
@@ -78,6 +81,19 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         default=0,
         help="turn every frame by this many degrees; the manifest records it (default: %(default)s)",
     )
+    add(
+        "--map",
+        action="append",
+        default=[],
+        metavar="KEY=NAME",
+        help="another name for a feature: a camera's name, or a column's key (repeat for more)",
+    )
+    add(
+        "--part",
+        metavar="K/N",
+        help="make only the K-th of N parts of the shards; parts are independent jobs, and the last one to end, or the "
+        "command without --part, writes the manifest",
+    )
     add("--name", help="the shard set's name in the manifest (default: the dataset's)")
     cores = len(os.sched_getaffinity(0))
     add(
@@ -88,6 +104,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="processes (default: one per core, %(default)s)",
     )
     return parser.parse_args(argv)
+
+
+def parse_map(entries: list[str]) -> dict[str, str]:
+    """The --map options as a dictionary. Raises DataError for one that is no pair, or a key given twice."""
+    names: dict[str, str] = {}
+    for entry in entries:
+        key, equals, name = entry.partition("=")
+        if not (key and equals and name) or key in names:
+            raise DataError(f"--map {entry!r}: give the dataset's key and its new name once, as in KEY=NAME.")
+        names[key] = name
+    return names
 
 
 class ProgressBar:
@@ -138,6 +165,11 @@ class ProgressBar:
 def summarise(console: Console, out: Path, outcome: Outcome) -> None:
     """Print what was left out, and what is in the shards."""
     manifest = outcome.manifest
+    if manifest is None:
+        console.print(f"{out}: this part is complete; {outcome.shards_left} shards of other parts are not there yet")
+        return
+    for new, old in outcome.renamed.items():
+        console.print(f"feature {old} → {new}", markup=False)
     for line in outcome.skipped:
         console.print(f"skipped feature {line}", markup=False)
     for entry in manifest.quarantined:
@@ -163,10 +195,12 @@ def main(argv: list[str] | None = None) -> int:
             samples_per_shard=arguments.samples_per_shard,
             order=arguments.order,
             rotation=arguments.rotate,
+            map=parse_map(arguments.map),
         )
+        part = parse_part(arguments.part) if arguments.part else None
         with ProgressBar(console) as bar:
             outcome = shard_dataset(
-                arguments.dataset, arguments.out, options, arguments.episodes, arguments.workers, bar
+                arguments.dataset, arguments.out, options, arguments.episodes, arguments.workers, bar, part
             )
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -178,7 +212,7 @@ def main(argv: list[str] | None = None) -> int:
         print("interrupted; run the same command again to resume", file=sys.stderr)
         return 130
     summarise(console, arguments.out, outcome)
-    return 3 if outcome.manifest.quarantined else 0
+    return 3 if outcome.manifest and outcome.manifest.quarantined else 0
 
 
 if __name__ == "__main__":

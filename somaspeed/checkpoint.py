@@ -1,6 +1,6 @@
 """Checkpoints: a complete LeRobot policy directory beside the training state, written atomically.
 
-checkpoints/000300/pretrained_model/   what LeRobot loads
+checkpoints/000300/pretrained_model/   what LeRobot loads, and somaspeed.json: which run it is from
 checkpoints/000300/training_state/     state.json, optimizer.safetensors
 checkpoints/last                       link to the newest
 """
@@ -22,6 +22,12 @@ from somaspeed.optim import ArenaAdamW
 
 PRETRAINED, TRAINING, LAST = "pretrained_model", "training_state", "last"
 OPTIMIZER = "optimizer-{shard:03d}-of-{shards:03d}.safetensors"
+ORIGIN = "somaspeed.json"
+# Of the policies whose pre-processor reads files by a path: the checkpoint's folder, the step and its field.
+STORED = {
+    "groot": ("processor", "groot_n1_7_vlm_encode_v1", "model_name"),
+    "molmoact2": ("base", "molmoact2_pack_inputs", "checkpoint_path"),
+}
 UNREADABLE = "{path}: cannot read its {what} ({error}). Remove it to resume from the one before."
 
 
@@ -65,6 +71,8 @@ def finish(output: Path, state: TrainingState, keep: int | None) -> Path:
     temporary = partial(output, state.step)
     final = output / "checkpoints" / f"{state.step:06d}"
     write_bytes(temporary / TRAINING / "state.json", msgspec.json.format(msgspec.json.encode(state), indent=1))
+    origin = state.identity | {"step": state.step}
+    write_bytes(temporary / PRETRAINED / ORIGIN, msgspec.json.format(msgspec.json.encode(origin), indent=1))
     for path in sorted(temporary.rglob("*")):
         sync(path)
     if final.exists():
@@ -149,6 +157,7 @@ def load_processors(directory: Path) -> tuple[Any, Any]:
     overrides: dict[str, Any] = {}
     if (directory / "tokenizer").is_dir():
         overrides["tokenizer_processor"] = {"tokenizer": AutoTokenizer.from_pretrained(str(directory / "tokenizer"))}
-    if (directory / "processor").is_dir():
-        overrides["groot_n1_7_vlm_encode_v1"] = {"model_name": str(directory / "processor")}
+    if config.type in STORED:
+        folder, step, field = STORED[config.type]
+        overrides[step] = {field: str(directory / folder)}
     return make_pre_post_processors(config, str(directory), preprocessor_overrides=overrides)

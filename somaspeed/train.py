@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from dataio.batch import Batch
@@ -30,6 +27,7 @@ from somaspeed.policies import policy_class
 from somaspeed.policies.base import PolicyError
 from somaspeed.prefix import PrefixStage, open_cached_prefix
 from somaspeed.progress import closing_report
+from somaspeed.rundir import make_way, process_started
 from somaspeed.reduction import Layout, Reduction
 
 EPILOG = """\
@@ -175,11 +173,6 @@ def train(config: Config, shards: str, ranks: Ranks, resume: bool, check_only: b
     return summary
 
 
-def process_started() -> float:
-    """When this process began, on the clock of `time.perf_counter`: set-up includes the imports."""
-    return time.perf_counter() - (time.time() - psutil.Process().create_time())
-
-
 def run_identity(config: Config, reader: ShardReader) -> dict[str, object]:
     """What makes a run the same run: data, order, policy."""
     return {
@@ -187,19 +180,9 @@ def run_identity(config: Config, reader: ShardReader) -> dict[str, object]:
         "samples": reader.manifest.samples,
         "training.seed": config.training.seed,
         "data.held_out": config.data.held_out,
+        "data.map": config.data.map,
         **{f"model.{key}": value for key, value in to_builtins(config)["model"].items()},
     }
-
-
-def make_way(output: Path) -> None:
-    """Move an earlier run out of the way of a new one; nothing is overwritten."""
-    if not (output / "metrics.jsonl").exists() and not (output / "checkpoints").exists():
-        return
-    number = 1
-    while (aside := output.with_name(f"{output.name}.previous-{number}")).exists():
-        number += 1
-    os.rename(output, aside)
-    print(f"{output} held an earlier run; it is now {aside} (--resume goes on with a run)")
 
 
 if __name__ == "__main__":

@@ -125,10 +125,12 @@ def read(task: Task) -> Iterator[Feed]:
 
 def lerobot_dataset(task: Task, video: bool) -> Path:
     """The task's frames as a LeRobot dataset of its default encoding, written once into the scratch directory."""
+    import av
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     from dataio.export import frame_of, lerobot_features
 
+    av.logging.set_level(av.logging.ERROR)
     root = Path(task.scratch) / ("lerobot_video" if video else "lerobot_image")
     if root.exists():
         return root
@@ -143,7 +145,7 @@ def lerobot_dataset(task: Task, video: bool) -> Path:
     for episode in dict.fromkeys(reader.episode[order].tolist()):
         for row in order[reader.episode[order] == episode].tolist():
             dataset.add_frame(frame_of(reader, row))
-        dataset.save_episode()
+        dataset.save_episode(parallel_encoding=False)  # its processes take longer to start than these videos to encode
     dataset.finalize()
     temporary.rename(root)
     return root
@@ -215,6 +217,7 @@ def open_feed(name: str, task: Task) -> contextlib.AbstractContextManager[Feed]:
     """The feed called `name`."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("SVT_LOG", "1")  # the video encoder's errors only
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     torch.set_num_threads(1)
     return (OURS | PEERS)[name](task)
 

@@ -8,7 +8,6 @@ import re
 import subprocess
 from pathlib import Path
 
-import psutil
 import torch
 
 from somaspeed.bench.documents import Hardware
@@ -23,7 +22,7 @@ def devices() -> int:
 
 def hardware(world: int) -> Hardware:
     """The machine, as the documents describe it."""
-    memory_gib = psutil.virtual_memory().total // 2**30
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30
     threads = len(os.sched_getaffinity(0))
     if not torch.cuda.is_available():
         return Hardware(0, processor_name(), None, True, threads, memory_gib)

@@ -60,7 +60,9 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--size", choices=("tiny", "mid", "full"), default="tiny")
     command.add_argument("--batch", type=int, default=8, metavar="B")
     command.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
-    command.add_argument("--shards", default="shards/libero_spatial_sample", metavar="DIR", help="where frames come from")
+    command.add_argument(
+        "--shards", default="shards/libero_spatial_sample", metavar="DIR", help="where frames come from"
+    )
     command.add_argument("--json", type=Path, metavar="FILE", help="also write the document here")
     command.set_defaults(run=run)
 
@@ -107,4 +109,3 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for name in ("native", step.OURS):
         print(f"{name:<12}" + "".join(f"{document[name][column]:>18}" for column in columns))
     return document
-

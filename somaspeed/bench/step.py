@@ -8,16 +8,14 @@ import time
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dataio.batch import Batch
-from dataio.loader import batches
 from dataio.reader import ShardReader
+from somaspeed.bench.stills import still_batch
 from somaspeed.bench.variants import Variant
 from somaspeed.config import parse_config
-from somaspeed.draws import draw_batch
 from somaspeed.policies import policy_class
 from somaspeed.policies.base import Policy
 
@@ -42,30 +40,30 @@ class Outcome(NamedTuple):
     loss: Tensor
 
 
-def build(policy_name: str, size: str, batch: int, device: torch.device, shards: str, precision: str) -> Problem:
-    """The policy at `size` with random weights, and `batch` frames spread over the shards."""
+def build(
+    policy_name: str,
+    size: str,
+    batch: int,
+    device: torch.device,
+    shards: str,
+    precision: str,
+    model: dict[str, Any] | None = None,
+) -> Problem:
+    """The policy at `size` with random weights, and `batch` frames spread over the shards.
+
+    `model` adds keys to `[model]`, or replaces them.
+    """
     case = importlib.import_module(f"somaspeed.policies.{policy_name}.bench")
     reader = ShardReader(shards)
     raw = {
         "output": "unused",
-        "model": {"name": policy_name, "size": size, "dtype": precision, **case.MODEL},
+        "model": {"name": policy_name, "size": size, "dtype": precision, **case.MODEL, **(model or {})},
         "training": {"steps": 1, "microbatch": batch, "precision": precision},
     }
     config = parse_config(raw, "bench")
     policy = policy_class(policy_name)(config, reader.manifest, device)
     policy.load()
-    seed = config.training.seed
-    loaded = next(
-        batches(
-            reader,
-            np.linspace(0, len(reader) - 1, batch).astype(np.int64),
-            windows=policy.windows,
-            cameras=policy.cameras,
-            microbatch=batch,
-            device="mixed" if device.type == "cuda" else "cpu",
-            transform=lambda b: policy.host(b) | draw_batch(seed, b, policy.draw),
-        )
-    ).to(device)
+    loaded = still_batch(reader, policy, batch, config.training.seed).to(device)
     return Problem(case, policy, policy.prepare(loaded), loaded.extra["noise"], loaded.extra["time"], loaded)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import signal
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from somaspeed.config import Config
 from somaspeed.metrics import MetricsFile, PhaseTimer, Summary, Tracker, peak_allocated_gib
 from somaspeed.parallel import Ranks
 from somaspeed.progress import Progress
+from somaspeed.versions import installed_versions
 
 NATIVE_PHASES = ("data_wait", "prepare", "forward", "backward", "update")
-PACKAGES = ("lerobot", "torch", "transformers", "accelerate", "deepspeed")
 
 
 class Stopped(Exception):
@@ -168,14 +167,3 @@ class Stopwatch:
             self.tracker.close()
             self.file.close()
         return summary
-
-
-def installed_versions() -> dict[str, str]:
-    """The versions of what the baselines are made of, as far as installed."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found

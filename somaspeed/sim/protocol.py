@@ -119,7 +119,7 @@ Reply = Ready | Observation | Finished | Episode | Frames | Failed
 
 def send(stream: BinaryIO, message: Message) -> None:
     """Write one message and flush it."""
-    payload = _encoder.encode(message)
+    payload = encode(message)
     stream.write(LENGTH.pack(len(payload)))
     stream.write(payload)
     stream.flush()
@@ -134,7 +134,17 @@ def receive_request(stream: BinaryIO) -> Request | None:
 def receive_reply(stream: BinaryIO) -> Reply | None:
     """The next reply, or None where the stream ends. Raises ProtocolError."""
     payload = _receive(stream)
-    return None if payload is None else _decode(_replies, payload)
+    return None if payload is None else decode_reply(payload)
+
+
+def encode(message: Message) -> bytes:
+    """One message without its length, as files keep it."""
+    return _encoder.encode(message)
+
+
+def decode_reply(payload: bytes) -> Reply:
+    """The reverse of `encode` for replies. Raises ProtocolError."""
+    return _decode(_replies, payload)
 
 
 def _receive(stream: BinaryIO) -> bytes | None:

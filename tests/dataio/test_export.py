@@ -59,8 +59,9 @@ def test_values_and_pixels_are_equal(dataset, tmp_path, codec, order):
 
 
 def test_episode_numbers_of_the_source_are_kept_and_timestamps_are_the_sources(dataset, tmp_path, monkeypatch):
+    from dataio.claim import Options
     from dataio.encode import make_codec
-    from dataio.sharding import Options, shard_dataset
+    from dataio.sharding import shard_dataset
 
     shard_dataset(str(dataset), tmp_path / "shards", Options(make_codec("png", 95, "4:4:4")), "0,2")
     real = ShardReader.__init__

@@ -77,6 +77,14 @@ def test_global_batches_are_the_same_for_any_ranks(load, ranks: int, accumulatio
         assert union == expected
 
 
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0), (3, 1), (8, 4)])
+def test_one_order_for_any_ranks_and_workers(load, ranks: int, workers: int) -> None:
+    """The first 24 samples, in a global batch larger than the set."""
+    options = {"microbatch": 24 // ranks, "ranks": ranks, "workers": workers, "windows": {}, "cameras": []}
+    drawn = [next(load(rank=rank, **options)).sample.tolist() for rank in range(ranks)]
+    assert sum(drawn, []) == sum(GLOBAL_BATCHES, [])
+
+
 @pytest.mark.parametrize("workers", [0, 1, 2, 4])
 @pytest.mark.parametrize("prefetch", [1, 3])
 def test_workers_and_prefetch_change_nothing(load, workers: int, prefetch: int) -> None:

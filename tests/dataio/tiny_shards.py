@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+from dataio.claim import Options
 from dataio.encode import make_codec
 from dataio.loader import Loader
 from dataio.reader import ShardReader
-from dataio.sharding import Options, shard_dataset
+from dataio.sharding import shard_dataset
 
 CHUNK = {"action": [0, 1, 2, 3, 4, 5, 6]}
 

@@ -171,7 +171,10 @@ def test_biases_and_norms_do_not_decay(sample):
     policy = loaded_policy(groot_config(), sample)
     groups = {name: policy.group_of(name, parameter).decay for name, parameter in policy.live_parameters().items()}
     assert groups["_groot_model.action_head.state_encoder.layer1.W[2]"]
-    assert not groups["_groot_model.action_head.vlln.weight"] and not groups["_groot_model.action_head.model.proj_out_1.bias"]
+    assert (
+        not groups["_groot_model.action_head.vlln.weight"]
+        and not groups["_groot_model.action_head.model.proj_out_1.bias"]
+    )
 
 
 def test_dropout_repeats_with_its_seed_and_only_in_training(sample, samples):

@@ -38,7 +38,8 @@ def own_document(path: Path) -> Path:
             phase.losses = [(step, 2.0 / step) for step in range(1, 30)]
     *_, pi05 = document.comparisons
     pi05.equal_batch = EqualBatch(msgspec.structs.replace(pi05.somaspeed, global_batch=64), pi05.speedup)
-    pi05.native_published, pi05.native_variants = pi05.native, [msgspec.structs.replace(pi05.native, variant="no <ckpt>")]
+    pi05.native_published = pi05.native
+    pi05.native_variants = [msgspec.structs.replace(pi05.native, variant="no <ckpt>")]
     molmoact2 = document.comparisons[0]
     molmoact2.native = msgspec.structs.replace(molmoact2.native, summary=None, error="out of memory: <tried> 2 GiB")
     molmoact2.speedup = speedup(molmoact2.native, molmoact2.somaspeed)
@@ -89,7 +90,8 @@ def test_the_page_holds_everything_itself(written):
     assert "did not run" in pictures[2] and not re.search(r'(href|src)="http', "".join(pictures))
     assert "155× fewer" in pictures[-1]
     text = " ".join(outline.texts)
-    for expected in ("comparisons", "own", "2.42×", "0.6.1", "out of memory: <tried> 2 GiB", "no <ckpt>", "NV4, PXB, SYS"):
+    shown = ("comparisons", "own", "2.42×", "0.6.1", "out of memory: <tried> 2 GiB", "no <ckpt>", "NV4, PXB, SYS")
+    for expected in shown:
         assert expected in text, expected
     assert "python -m somaspeed.native --config 'a name.toml'" in text, "commands can be pasted"
     assert "25%" in text, "share of peak: 108.5 samples/s × 2.75 TFLOP on eight A40"

@@ -185,6 +185,8 @@ def build_module(config: GrootConfig, model: ModelConfig, seed: int, core_option
     """`GrootPolicy` at `model.size`: from `model.path`, from a named base checkpoint, or random weights from `seed`."""
     if "base_model_path" in model.options and not model.path:
         module = from_base(config)
+        head = module._groot_model.action_head
+        head.state_dropout_prob = core_options.get("state_dropout_prob", head.state_dropout_prob)
     else:
         with sized(model.size, seed, **core_options):
             module = GrootPolicy(config)

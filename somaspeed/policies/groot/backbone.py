@@ -125,8 +125,7 @@ class Backbone:
         own = (key, value)
         if before is not None:
             key, value = (
-                torch.cat([past.expand(len(x), -1, -1, -1), new], dim=2)
-                for past, new in zip(before, own, strict=True)
+                torch.cat([past.expand(len(x), -1, -1, -1), new], dim=2) for past, new in zip(before, own, strict=True)
             )
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=visible, scale=attention.scaling, enable_gqa=True

@@ -35,10 +35,10 @@ MODEL = {
     "tokenizer": "trained",
 }
 LIBERO_STEPS, LIBERO_ACTION, LIBERO_CAMERAS, LIBERO_EMBODIMENT = 40, 7, 2, 2
-# Tokens of LIBERO Spatial's prompts with the published tokenizer: of the longest, to which native pads a batch of 80,
-# and to which we pad every batch.
-LONGEST_PROMPT = 156
 OPENING = 4  # tokens before the first image
+# Tokens of LIBERO Spatial's texts with the published tokenizer, in prompts of 156 and 153 tokens. Native pads a batch
+# of 80 to the longest, and so do we every batch.
+LONGEST_TEXT, MEAN_TEXT = 21, 18
 
 
 @contextlib.contextmanager
@@ -113,15 +113,13 @@ def native_prepare(policy: Groot, batch: Batch) -> Callable[[], Any]:
     return lambda: policy.preprocessor(dict(raw))
 
 
-def libero_layout(side: int) -> tuple[Layout, int]:
-    """The layout of a LIBERO prompt, and how many text tokens the longest has."""
+def libero_layout(side: int) -> Layout:
+    """The layout of a LIBERO prompt, with images of `side` × `side` tokens."""
     image, other = 1, 0
-    opening, between = [other] * OPENING, [other] * 2
-    tokens: list[int] = []
+    tokens = [other] * OPENING
     for camera in range(LIBERO_CAMERAS):
-        tokens += (between if camera else opening) + [image] * side**2
-    layout = find_layout([*tokens, other], image, side)
-    return layout, LONGEST_PROMPT - (16 // 2) ** 2 * LIBERO_CAMERAS - OPENING - 2 * (LIBERO_CAMERAS - 1) - 1
+        tokens += [other] * (2 if camera else 0) + [image] * side**2
+    return find_layout([*tokens, other], image, side)
 
 
 @contextlib.contextmanager
@@ -135,9 +133,7 @@ def countable(size: int) -> Iterator[None]:
     def positions(_self: Any, model_input: dict[str, Tensor]) -> None:
         model_input["position_ids"] = torch.zeros(4, *model_input["input_ids"].shape, dtype=torch.int64, device="meta")
 
-    def placeholders(
-        _self: Any, input_ids: Tensor, inputs_embeds: Tensor, **_: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def placeholders(_self: Any, input_ids: Tensor, inputs_embeds: Tensor, **_: Any) -> tuple[Tensor, Tensor | None]:
         return torch.empty(inputs_embeds.shape, dtype=torch.bool, device="meta"), None
 
     mask = torch.ones(1, 1, size, size, dtype=torch.bool, device="meta")
@@ -153,76 +149,95 @@ def countable(size: int) -> Iterator[None]:
 def flops(size: str) -> dict[str, Any]:
     """TFLOP per sample, forward and backward, at the LIBERO recipe, counted on the meta device at batch 1.
 
-    Both sides have the longest prompt: a batch of 80 has one of it, and pads to it.
+    Both sides have the longest prompt: a batch of 80 has one of it, and pads to it. `mean_prompt` is ours at the mean.
     """
-    dimensions, (side, _) = SIZES[size], resolution(size)
-    meta = torch.device("meta")
-    core = build_core(dimensions, meta, 0)
+    side, _ = resolution(size)
+    core = build_core(SIZES[size], torch.device("meta"), 0)
     core.train()
-    head, config = core.action_head, core.config
-    layout, text = libero_layout(side // PATCH // MERGE)
-    tokens = len(layout.fixed) + text
-    width, horizon = config.max_action_dim, config.action_horizon
-    with meta:
-        patches = LIBERO_CAMERAS * (side // PATCH) ** 2
-        batch = {
+    rows = LiveRows(core.action_head, HEAD, LIBERO_EMBODIMENT, core.config.action_horizon)
+    layout = libero_layout(side // PATCH // MERGE)
+    longest, mean = (meta_batch(core, side, len(layout.fixed) + text) for text in (LONGEST_TEXT, MEAN_TEXT))
+    native = native_flops(core, longest)
+    split = our_flops(core, rows, layout, longest, side, LONGEST_TEXT)
+    live = [p for p in core.parameters() if p.requires_grad and id(p) not in rows.cut] + [*rows.parameters.values()]
+    return {
+        "policy": "groot",
+        "size": size,
+        "parameters": sum(p.numel() for p in core.parameters()),
+        "trainable_parameters": sum(p.numel() for p in core.parameters() if p.requires_grad),
+        "live_parameters": sum(p.numel() for p in live),
+        "prompt_tokens": len(layout.fixed) + LONGEST_TEXT,
+        "native": native,
+        **summed(split),
+        "native_variants": {VARIANTS[0].name: native},
+        "somaspeed_split": split,
+        "mean_prompt": {
+            "prompt_tokens": len(layout.fixed) + MEAN_TEXT,
+            **summed(our_flops(core, rows, layout, mean, side, MEAN_TEXT)),
+        },
+    }
+
+
+def summed(split: dict[str, float]) -> dict[str, float]:
+    """The whole step, and the step whose features come from the cache."""
+    cached = split["expert_forward"] + split["expert_backward"]
+    return {"somaspeed": sum(split.values()), "somaspeed_cached": cached}
+
+
+def meta_batch(core: GR00TN17, side: int, tokens: int) -> dict[str, Tensor]:
+    """One LIBERO sample as LeRobot's pre-processor gives it, on the meta device."""
+    config, patches = core.config, LIBERO_CAMERAS * (side // PATCH) ** 2
+    grid = torch.tensor([[1, side // PATCH, side // PATCH]] * LIBERO_CAMERAS)
+    with torch.device("meta"):
+        return {
             "input_ids": torch.zeros(1, tokens, dtype=torch.int64),
             "attention_mask": torch.ones(1, tokens, dtype=torch.int64),
             "pixel_values": torch.empty(patches, 3 * TEMPORAL * PATCH**2),
-            "image_grid_thw": torch.tensor([[1, side // PATCH, side // PATCH]] * LIBERO_CAMERAS, device="cpu"),
+            "image_grid_thw": grid,
             "mm_token_type_ids": torch.zeros(1, tokens, dtype=torch.int32),
             "state": torch.empty(1, 1, config.max_state_dim),
-            "action": torch.empty(1, horizon, width),
-            "action_mask": torch.empty(1, horizon, width),
+            "action": torch.empty(1, config.action_horizon, config.max_action_dim),
+            "action_mask": torch.empty(1, config.action_horizon, config.max_action_dim),
             "embodiment_id": torch.full((1,), LIBERO_EMBODIMENT, dtype=torch.int32),
         }
-        images = torch.empty(1, LIBERO_CAMERAS, side, side, 3, dtype=torch.uint8)
-        lengths, bucket = torch.full((1,), tokens), torch.zeros(1, dtype=torch.int64)
-        valid = torch.empty(1, LIBERO_STEPS)
-        places = Places(torch.arange(LIBERO_CAMERAS * layout.tokens), torch.arange(tokens - LIBERO_CAMERAS * layout.tokens))
-    with FlopCounterMode(display=False) as native, countable(tokens):
-        backbone_input, action_input = dict(batch), dict(batch)
-        seen = core.backbone(core.backbone.prepare_input(backbone_input))
-        core.action_head(seen, core.action_head.prepare_input(action_input))["loss"].backward()
-    with FlopCounterMode(display=False) as unused_head, torch.no_grad():
-        core.backbone.model.lm_head(torch.empty(1, tokens, core.backbone.language_model.embed_tokens.embedding_dim, device=meta))
 
+
+def native_flops(core: GR00TN17, batch: dict[str, Tensor]) -> float:
+    """TFLOP of LeRobot's forward and backward."""
+    with FlopCounterMode(display=False) as counter, countable(batch["input_ids"].shape[1]):
+        seen = core.backbone(core.backbone.prepare_input(dict(batch)))
+        core.action_head(seen, core.action_head.prepare_input(dict(batch)))["loss"].backward()
+    return counter.get_total_flops() / 1e12
+
+
+def our_flops(
+    core: GR00TN17, rows: LiveRows, layout: Layout, batch: dict[str, Tensor], side: int, text: int
+) -> dict[str, float]:
+    """TFLOP of our forward and backward, by part."""
     backbone = Backbone(core, layout, side, text)
-    rows = LiveRows(head, HEAD, LIBERO_EMBODIMENT, horizon)
+    with torch.device("meta"):
+        images = torch.empty(1, LIBERO_CAMERAS, side, side, 3, dtype=torch.uint8)
+        lengths, bucket = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        count = LIBERO_CAMERAS * layout.tokens
+        places = Places(torch.arange(count), torch.arange(len(layout.fixed) + text - count))
+        valid = torch.empty(1, LIBERO_STEPS)
     with FlopCounterMode(display=False) as vision, torch.no_grad():
         backbone.see(images)
     with FlopCounterMode(display=False) as prefix:
-        features = backbone.features(images, batch["input_ids"][:, :text])
+        features = Features(backbone.features(images, batch["input_ids"][:, :text]), lengths, False)
     with FlopCounterMode(display=False) as forward:
         predicted = velocity(
-            head, rows, places, Features(features, lengths, False), batch["state"], batch["action"], bucket,
+            core.action_head, rows, places, features, batch["state"], batch["action"], bucket,
             LIBERO_STEPS, LIBERO_ACTION,
         )  # fmt: skip
         actions = batch["action"][:, :LIBERO_STEPS, :LIBERO_ACTION]
         loss = flow_loss(predicted, actions, actions, valid, per_batch=False)
     with FlopCounterMode(display=False) as backward:
         loss.backward()
-    counters = {"vision": vision, "prefix": prefix, "forward": forward, "backward": backward}
-    counted = {name: counter.get_total_flops() / 1e12 for name, counter in counters.items()}
-    cached = counted["forward"] + counted["backward"]
+    vision_flops, prefix_flops = vision.get_total_flops(), prefix.get_total_flops()
     return {
-        "policy": "groot",
-        "size": size,
-        "parameters": sum(p.numel() for p in core.parameters()),
-        "trainable_parameters": sum(p.numel() for p in core.parameters() if p.requires_grad),
-        "live_parameters": sum(
-            p.numel() for p in core.parameters() if p.requires_grad and id(p) not in rows.cut
-        ) + sum(p.numel() for p in rows.parameters.values()),
-        "tokens": tokens,
-        "native": native.get_total_flops() / 1e12,
-        "native_language_head": unused_head.get_total_flops() / 1e12,
-        "somaspeed": counted["prefix"] + cached,
-        "somaspeed_cached": cached,
-        "native_variants": {VARIANTS[0].name: native.get_total_flops() / 1e12},
-        "somaspeed_split": {
-            "vision": counted["vision"],
-            "prefix_language_model": counted["prefix"] - counted["vision"],
-            "expert_forward": counted["forward"],
-            "expert_backward": counted["backward"],
-        },
+        "vision": vision_flops / 1e12,
+        "prefix_language_model": (prefix_flops - vision_flops) / 1e12,
+        "expert_forward": forward.get_total_flops() / 1e12,
+        "expert_backward": backward.get_total_flops() / 1e12,
     }

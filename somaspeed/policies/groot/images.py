@@ -132,7 +132,7 @@ def saturation(images: Tensor, factor: Tensor) -> None:
 
 
 def hue(images: Tensor, factor: Tensor) -> None:
-    """Turn the hue by `factor` of the circle. Value and chroma stay: each channel is value - chroma · (1 - ramp(hue))."""
+    """Turn the hue by `factor` of the circle. Each channel is value - chroma · loss(hue)."""
     red, green, blue = images.unbind(-3)
     value, low = torch.maximum(torch.maximum(red, green), blue), torch.minimum(torch.minimum(red, green), blue)
     chroma = value - low

@@ -294,4 +294,3 @@ def evaluating(module: nn.Module, active: bool) -> Iterator[None]:
     finally:
         for child, mode in modes.items():
             child.training = mode
-

@@ -207,7 +207,7 @@ def build_core(size: Size | None, device: torch.device, seed: int, **changes: An
 
 @contextlib.contextmanager
 def sized(size: str, seed: int = 0, **changes: Any) -> Iterator[None]:
-    """Within this context `GrootPolicy` and `GrootPolicy.from_pretrained` build the model at `size`, without a download.
+    """Within this context `GrootPolicy` and its `from_pretrained` build the model at `size`, without a download.
 
     The base checkpoint that the configuration names is not read: weights start random, drawn from `seed`, until a
     checkpoint's are loaded. `changes` are keys of `GR00TN17Config`. Raises KeyError when `size` is not in `SIZES`.

@@ -22,7 +22,7 @@ from somaspeed.config import ModelConfig
 from somaspeed.policies.base import PolicyError
 from somaspeed.policies.features import statistics_tensors
 from somaspeed.policies.lerobot import check_supported, checked_options
-from somaspeed.policies.molmoact2.base import NATIVE_BACKEND, fetch
+from somaspeed.policies.molmoact2.base import NATIVE_BACKEND, OWN, fetch
 from somaspeed.policies.molmoact2.sizes import SIZES, build_on_meta, materialise
 from somaspeed.policies.molmoact2.sizes import ModelConfig as CoreConfig
 from somaspeed.policies.weights import compare_shapes, load_weights, read_header, weight_files
@@ -33,7 +33,10 @@ REQUIRED = {"action_mode": "continuous", "train_action_expert_only": True, "grad
 
 
 def split_options(model: ModelConfig) -> tuple[ModelConfig, bool]:
-    """`model` with LeRobot's keys only, and whether images are augmented. Raises PolicyError for a wrong value."""
+    """`model` with LeRobot's keys only, and whether images are augmented. Raises PolicyError for a wrong value.
+
+    Without a path, the weights are those of the base checkpoint, where one is named.
+    """
     options = dict(model.options)
     augmented = options.pop(AUGMENTATION, False)
     if not isinstance(augmented, bool):
@@ -43,7 +46,8 @@ def split_options(model: ModelConfig) -> tuple[ModelConfig, bool]:
             raise PolicyError(
                 f'model.{key} = {options[key]!r} is not supported here. Use backend = "{NATIVE_BACKEND}".'
             )
-    return msgspec.structs.replace(model, options=options), augmented
+    path = model.path or options.get("checkpoint_path", "")
+    return msgspec.structs.replace(model, options=options, path=path), augmented
 
 
 def lerobot_config(
@@ -64,12 +68,12 @@ def lerobot_config(
     }
     kind = described_type(model.path) if model.path else None
     if kind == "molmoact2":
-        config = dataclasses.replace(PreTrainedConfig.from_pretrained(fetch(model.path)), **fixed)
+        config = dataclasses.replace(PreTrainedConfig.from_pretrained(fetch(model.path, weights=False)), **fixed)
     elif kind is not None:
         raise PolicyError(f"model.path = {model.path} holds a {kind!r} policy, not molmoact2")
     else:
         if model.path:
-            fixed["checkpoint_path"] = model.path
+            fixed.setdefault("checkpoint_path", model.path)
         features = {
             f"{OBS_IMAGES}.{renames.get(camera.name, camera.name)}": PolicyFeature(
                 FeatureType.VISUAL, (3, camera.height, camera.width)
@@ -90,7 +94,7 @@ def lerobot_config(
 
 def described_type(path: str) -> str | None:
     """The LeRobot type in `config.json` of checkpoint `path`; None for a base checkpoint, which has none."""
-    file = fetch(path) / "config.json"
+    file = fetch(path, weights=False) / "config.json"
     try:
         described = json.loads(file.read_text())
     except (OSError, json.JSONDecodeError) as error:
@@ -152,6 +156,17 @@ def build_module(
     else:
         materialise(built, device, dtype, seed)
     return wrap(config, built)
+
+
+def load_lerobot(directory: Path) -> MolmoAct2Policy:
+    """LeRobot's policy of checkpoint `directory` by LeRobot's own loading, also after the checkpoint was moved.
+
+    A base checkpoint inside it is found there; LeRobot's configuration names it by the path where it was written.
+    """
+    config = PreTrainedConfig.from_pretrained(str(directory))
+    if (directory / OWN).is_dir():
+        config.checkpoint_path = str(directory / OWN)
+    return MolmoAct2Policy.from_pretrained(str(directory), config=config)
 
 
 def wrap(config: MolmoAct2Config, built: nn.Module) -> MolmoAct2Policy:

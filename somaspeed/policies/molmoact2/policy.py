@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -104,10 +105,10 @@ class MolmoAct2(Policy[Inputs, Prefix]):
 
     def find_base(self) -> Path:
         """The base checkpoint: the checkpoint's own, what `checkpoint_path` names, or one made for random weights."""
-        path = self.model_config.path
-        if path and (own := Path(path).expanduser() / bases.OWN).is_dir():
+        path, named = self.model_config.path, "checkpoint_path" in self.model_config.options
+        if path and not named and (own := Path(path).expanduser() / bases.OWN).is_dir():
             return bases.find_base(str(own))
-        if path or "checkpoint_path" in self.model_config.options:
+        if path:
             return bases.find_base(self.lerobot_config.checkpoint_path)
         self.made = tempfile.TemporaryDirectory(prefix="somaspeed-molmoact2-")  # gone with the policy
         directory = Path(self.made.name)
@@ -198,8 +199,8 @@ class MolmoAct2(Policy[Inputs, Prefix]):
 
     def cache_key(self) -> dict[str, Any]:
         return {
-            "vision": self.core_config.vit_config.to_dict(),
-            "connector": self.core_config.adapter_config.to_dict(),
+            "vision": json.loads(self.core_config.vit_config.to_json_string()),
+            "connector": json.loads(self.core_config.adapter_config.to_json_string()),
             "cameras": self.cameras,
             "resolution": [self.resolution, self.patch],
             "autocast": self.autocast,

@@ -1,0 +1,1 @@
+"""Closed-loop evaluation in the simulator: does the checkpoint drive the robot?"""

@@ -1,0 +1,143 @@
+"""`somaspeed-eval`: roll a checkpoint out in the LIBERO simulator and count successes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import signal
+import sys
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a checkpoint is complete; read when the hub's client is imported
+
+import msgspec  # noqa: E402
+import torch  # noqa: E402
+from rich.console import Console  # noqa: E402
+
+from dataio.atomic import write_bytes  # noqa: E402
+from dataio.manifest import DataError  # noqa: E402
+from somaspeed.actor import Actor, fingerprint  # noqa: E402
+from somaspeed.checkpoint import CheckpointError  # noqa: E402
+from somaspeed.demos import CAMERAS, checked_tasks, task_list  # noqa: E402
+from somaspeed.evaluate import report  # noqa: E402
+from somaspeed.evaluate.trials import Outcome, Records, Settings, plan, play  # noqa: E402
+from somaspeed.sim.pool import Pool, PoolError, default_workers, simulator_command  # noqa: E402
+
+MAX_STEPS = 280  # LeRobot's limit for LIBERO Spatial: the longest demonstration has 193 steps
+PACKAGES = ("somaspeed", "lerobot", "torch", "transformers")
+
+EPILOG = """\
+The same command resumes; the same seed gives the same episodes. `make sim` installs the simulator.
+example:
+  somaspeed-eval --checkpoint runs/pi05/checkpoints/last --suite libero_spatial --episodes 20 --n-action-steps 10
+"""
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="somaspeed-eval",
+        description="Roll a checkpoint out in the real LIBERO simulator, through its own LeRobot processors.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--checkpoint", required=True, type=Path, metavar="DIR", help="a LeRobot policy directory, or a run's output")
+    add("--suite", default="libero_spatial", help="e.g. libero_spatial, libero_spatial_swap (default: %(default)s)")
+    add("--tasks", type=task_list, metavar="all|0,3", help="task numbers (default: all)")
+    add("--episodes", type=positive, default=10, metavar="N", help="per task (default: %(default)s)")
+    add("--first-init", type=int, default=0, metavar="K", help="first stored initial state (default: %(default)s)")
+    add("--seed", type=int, default=0, metavar="S", help="of simulator and policy (default: %(default)s)")
+    add("--n-action-steps", type=positive, metavar="N", help="actions taken of each chunk (default: the policy's)")
+    add("--flow-steps", type=positive, metavar="N", help="of the policy's sampler (default: the policy's)")
+    add("--max-steps", type=positive, default=MAX_STEPS, metavar="N", help="control steps (default: %(default)s)")
+    add("--workers", type=positive, default=default_workers(), metavar="N", help="environments, 2 GB each")
+    add("--videos", type=int, default=1, metavar="N", help="episodes filmed per task (default: %(default)s)")
+    add("--device", metavar="cpu|cuda", help="of the policy (default: cuda where there is one)")
+    add("--output", type=Path, metavar="DIR", help="records and videos (default: evaluation/SUITE by the checkpoint)")
+    add("--json", type=Path, metavar="FILE", help="where the result goes (default: OUTPUT/result.json)")
+    return parser.parse_args(argv)
+
+
+def positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return number
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command. Returns 0, 2 after an error that the user can mend, 130 when interrupted."""
+    arguments = parse_arguments(argv)
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        evaluate(arguments, simulator_command(arguments.suite), console)
+    except (CheckpointError, DataError, PoolError, OSError) as error:
+        print(f"somaspeed-eval: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to resume", file=sys.stderr)
+        return 130
+    return 0
+
+
+def evaluate(arguments: argparse.Namespace, command: list[str], console: Console) -> dict:
+    """Play, print and store; returns the JSON document. `command` starts a simulator process."""
+    device = torch.device(arguments.device) if arguments.device else None
+    with Pool(command, arguments.workers, console.print) as pool:
+        ready = pool.greeting()
+        tasks = {task: ready.tasks[task].inits for task in checked_tasks(ready, arguments.tasks)}
+        actor = Actor(arguments.checkpoint, device, arguments.n_action_steps, arguments.flow_steps)
+        actor.check_cameras(CAMERAS)
+        settings = Settings(
+            suite=ready.suite,
+            checkpoint_sha256=fingerprint(actor.directory),
+            policy=actor.config.type,
+            n_action_steps=actor.n_action_steps,
+            chunk_size=actor.chunk_size,
+            flow_steps=actor.flow_steps,
+            max_steps=arguments.max_steps,
+            seed=arguments.seed,
+            first_init=arguments.first_init,
+            versions={name: importlib.metadata.version(name) for name in PACKAGES} | ready.versions,
+        )
+        output = arguments.output or actor.directory.parent / "evaluation" / ready.suite
+        records = Records(output, settings)
+        trials = plan(tasks, arguments.episodes, arguments.first_init, arguments.seed)
+        there = [records.outcomes[key] for t in trials if (key := (t.task, t.episode)) in records.outcomes]
+        counter = Counter(console, len(trials), there)
+        languages = [task.language for task in ready.tasks]
+        outcomes = play(
+            trials, languages, actor, records, pool, arguments.max_steps, arguments.videos, counter.show
+        )
+        result = report.document(
+            str(arguments.checkpoint), settings, languages, outcomes, sum(pool.crashes.values())
+        )
+    report.show(console, result)
+    path = arguments.json or output / "result.json"
+    write_bytes(path, msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+    console.print(f"stored in {path}; episodes and videos in {output}")
+    return result
+
+
+class Counter:
+    """A line per finished episode, with the success so far."""
+
+    def __init__(self, console: Console, total: int, there: list[Outcome]) -> None:
+        self._console, self._total = console, total
+        self._done, self._successes = len(there), sum(outcome.success for outcome in there)
+        if there:
+            console.print(f"resumed: {self._done} of {total} episodes were played before")
+
+    def show(self, outcome: Outcome) -> None:
+        self._done += 1
+        self._successes += outcome.success
+        self._console.print(
+            f"{self._done:>4}/{self._total}  task {outcome.task} episode {outcome.episode}: "
+            f"{'success' if outcome.success else 'failure'} in {outcome.steps} steps, {outcome.seconds:.0f} s;  "
+            f"so far {self._successes / self._done:.0%}"
+        )
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""A simulator process: `python -m somaspeed.sim.worker SUITE`, requests on standard input, replies on standard output.
+
+`--check` renders one frame and says so, then ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import BinaryIO
+
+from somaspeed.sim import protocol
+from somaspeed.sim.protocol import Act, Begin, Collect, Failed, Ready, Render, Reply, Request
+
+
+def serve(requests: BinaryIO, replies: BinaryIO, ready: Ready, handle: Callable[[Request], Reply]) -> None:
+    """Answer requests until their stream ends. An exception is a reply; the process lives on."""
+    protocol.send(replies, ready)
+    while (request := protocol.receive_request(requests)) is not None:
+        try:
+            reply = handle(request)
+        except Exception:
+            reply = Failed(traceback.format_exc())
+        protocol.send(replies, reply)
+
+
+def take_over_stdout() -> BinaryIO:
+    """The real standard output, for messages; whatever libraries print goes to standard error from now on."""
+    stream = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return stream
+
+
+class Simulator:
+    """Keeps the scene of the last task, since building one takes seconds."""
+
+    def __init__(self, suite: str) -> None:
+        from somaspeed.sim import libero
+
+        self._suite = libero.Suite(suite)
+        self._task = -1
+        self.ready = Ready(suite, self._suite.tasks, libero.versions())
+
+    def handle(self, request: Request) -> Reply:
+        from somaspeed.sim import collect
+        from somaspeed.sim.rollout import Rollout
+
+        match request:
+            case Begin():
+                self._rollout = Rollout(self._scene(request.task), request)
+                return self._rollout.observe()
+            case Act():
+                return self._rollout.act(request)
+            case Collect():
+                return collect.collect(self._scene(request.task), request)
+            case Render():
+                return collect.render(self._scene(request.task), request.states)
+
+    def check(self) -> str:
+        """Settle the first task's first initial state and render it; one line that says so."""
+        scene = self._scene(0)
+        scene.reset(0, 0)
+        images = scene.images()
+        if min(image.std() for image in images.values()) < 1:
+            raise RuntimeError("the rendered frame is blank")
+        shapes = ", ".join(f"{name} {image.shape[1]}x{image.shape[0]}" for name, image in images.items())
+        return f"simulator ready: {self.ready.suite}, {len(self.ready.tasks)} tasks; rendered {shapes}"
+
+    def _scene(self, task: int):
+        if task != self._task:
+            if self._task >= 0:
+                self._loaded.close()
+                self._task = -1
+            self._loaded, self._task = self._suite.scene(task), task
+        return self._loaded
+
+
+def main(arguments: list[str]) -> None:
+    suite, *rest = arguments
+    output = take_over_stdout()
+    simulator = Simulator(suite)
+    if rest == ["--check"]:
+        output.write(f"{simulator.check()}\n".encode())
+        output.flush()
+    else:
+        serve(sys.stdin.buffer, output, simulator.ready, simulator.handle)
+    # Interpreter shutdown makes the renderer complain about a context that is gone; nothing is left to do.
+    output.close()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
