@@ -102,7 +102,7 @@ class Actor:
         """Whole action chunks, float32 [B, chunk, D], of uint8 images [B, H, W, 3] and states float32 [B, S]."""
         observation: dict[str, Any] = {OBS_STATE: torch.from_numpy(np.array(state, np.float32)), "task": tasks}
         for camera in self.cameras:
-            pixels = torch.from_numpy(np.ascontiguousarray(images[camera])).permute(0, 3, 1, 2)
+            pixels = torch.from_numpy(np.array(images[camera])).permute(0, 3, 1, 2)
             observation[f"{OBS_IMAGES}.{self.renames.get(camera, camera)}"] = pixels.to(torch.float32) / 255
         batch = {
             key: value.to(self.device) if isinstance(value, Tensor) else value

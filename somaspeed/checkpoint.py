@@ -157,7 +157,7 @@ def load_processors(directory: Path) -> tuple[Any, Any]:
     overrides: dict[str, Any] = {}
     if (directory / "tokenizer").is_dir():
         overrides["tokenizer_processor"] = {"tokenizer": AutoTokenizer.from_pretrained(str(directory / "tokenizer"))}
-    if config.type in STORED:
-        folder, step, field = STORED[config.type]
+    folder, step, field = STORED.get(config.type, ("", "", ""))
+    if folder and (directory / folder).is_dir():
         overrides[step] = {field: str(directory / folder)}
     return make_pre_post_processors(config, str(directory), preprocessor_overrides=overrides)

@@ -27,8 +27,8 @@ from somaspeed.policies import policy_class
 from somaspeed.policies.base import PolicyError
 from somaspeed.prefix import PrefixStage, open_cached_prefix
 from somaspeed.progress import closing_report
-from somaspeed.rundir import make_way, process_started
 from somaspeed.reduction import Layout, Reduction
+from somaspeed.rundir import make_way, process_started
 
 EPILOG = """\
 Everything is checked before weights are read. Under torchrun every rank takes part:

@@ -1,4 +1,4 @@
-"""What all tests share: the shipped sample, small configurations, and the `gpu` marker."""
+"""What all tests share: the shipped sample, small configurations, and the `gpu` and `sim` markers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ ROOT = Path(__file__).parents[1]
 SAMPLE = ROOT / "shards" / "libero_spatial_sample"
 
 
+SIMULATOR = ROOT / ".venv-sim" / "bin" / "python"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "sim" in item.keywords and not SIMULATOR.exists():
+            item.add_marker(pytest.mark.skip(reason="no simulator; make sim installs it"))
     if torch.cuda.is_available():
         return
     for item in items:

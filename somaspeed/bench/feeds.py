@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -218,6 +219,7 @@ def open_feed(name: str, task: Task) -> contextlib.AbstractContextManager[Feed]:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("SVT_LOG", "1")  # the video encoder's errors only
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    warnings.filterwarnings("ignore", "Cannot enable progress bars")
     torch.set_num_threads(1)
     return (OURS | PEERS)[name](task)
 

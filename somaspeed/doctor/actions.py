@@ -100,21 +100,24 @@ def check_statistics(
             compared += 1
             worst = largest_difference(kinds, manifest, key)
             if worst and worst[0] > SAME:
-                share, kind, dim, there, here = worst
-                certain = same_data or share > OTHER
-                findings.append(
-                    Finding(
-                        "statistics",
-                        "problem" if certain else "note",
-                        f"statistics of another dataset: the {where} of the checkpoint has {key} {kind} = {there:.4g} in "
-                        f"dimension {dim}, these shards have {here:.4g} ({share:.0%} of the range). "
-                        + ("It was trained on these very shards, so its file was exchanged." if same_data else
-                           "Use the checkpoint with the data it was trained on."),
-                    )
-                )  # fmt: skip
+                findings.append(foreign(where, key, worst, same_data))
     if not compared:
         return [Finding("statistics", "note", "the processors hold no statistics that could be compared")]
     return findings or [Finding("statistics", "ok", "the checkpoint's statistics are those of these shards")]
+
+
+def foreign(where: str, key: str, worst: tuple[float, str, int, float, float], same_data: bool) -> Finding:
+    share, kind, dim, there, here = worst
+    advice = (
+        "It was trained on these very shards, so its file was exchanged."
+        if same_data
+        else "Use the checkpoint with the data it was trained on."
+    )
+    text = (
+        f"statistics of another dataset: the {where} of the checkpoint has {key} {kind} = {there:.4g} in dimension "
+        f"{dim}, these shards have {here:.4g} ({share:.0%} of the range). {advice}"
+    )
+    return Finding("statistics", "problem" if same_data or share > OTHER else "note", text)
 
 
 def stored_statistics(pipeline: Any) -> Iterator[tuple[str, dict[str, np.ndarray]]]:

@@ -57,8 +57,9 @@ def document(
 def show(console: Console, report: dict[str, Any]) -> None:
     """Print the table and the settings beneath it."""
     table = Table(box=None, pad_edge=False)
-    for title in ("task", "success", "rate", "95 % interval", "steps"):
-        table.add_column(title, justify="left" if title == "task" else "right")
+    table.add_column("task", no_wrap=True)
+    for title in ("success", "rate", "95 % interval", "steps"):
+        table.add_column(title, justify="right", no_wrap=True)
     for row in report["tasks"]:
         table.add_row(f"{row['task']}  {row['language']}", *cells(row))
     table.add_row("all", *cells(report), style="bold")

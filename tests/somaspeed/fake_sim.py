@@ -7,6 +7,7 @@ first episode, until FILE exists; `die` always does; `hang` never answers an act
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
@@ -68,14 +69,7 @@ class FakeSimulator:
                 states = np.arange(steps, dtype=np.float64)[:, None]
                 return Episode(request.init != 1, 1, "lower", states, np.zeros((steps, 8), np.float32), actions)
             case Render():
-                return Frames({name: [self.png(name, state) for state in request.states] for name in ("image", "image2")})
-
-    def png(self, name: str, state: np.ndarray) -> bytes:
-        import io
-
-        buffer = io.BytesIO()
-        Image.new("RGB", (SIDE, SIDE), (int(state[0]) * 10, 200 if name == "image2" else 0, 0)).save(buffer, "PNG")
-        return buffer.getvalue()
+                return Frames({name: [png(name, state) for state in request.states] for name in ("image", "image2")})
 
     def misbehave(self) -> None:
         kind, _, path = self.fault.partition(":")
@@ -88,6 +82,13 @@ class FakeSimulator:
             time.sleep(600)
         if kind == "raise":
             raise RuntimeError("the physics exploded")
+
+
+def png(camera: str, state: np.ndarray) -> bytes:
+    """A picture whose red says which state it shows, and whose green which camera."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (SIDE, SIDE), (int(state[0]) * 10, 200 if camera == "image2" else 0, 0)).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def main() -> None:

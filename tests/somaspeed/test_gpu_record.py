@@ -25,7 +25,7 @@ def script() -> ModuleType:
 
 
 def arguments(path, *extra: str) -> list[str]:
-    return ["--device", "cpu", "--size", "tiny", "--repeats", "1", "--seconds", "60", "--json", str(path), *extra]
+    return ["--device", "cpu", "--size", "tiny", "--repeats", "1", "--seconds", "600", "--json", str(path), *extra]
 
 
 def test_every_part_runs_and_the_table_comes_last(script, tmp_path, capsys):

@@ -233,17 +233,19 @@ def test_native_meta_flops_are_those_of_a_real_forward(sample: ShardReader):
 
     from somaspeed.policies.molmoact2 import bench as case
 
-    countable = functools.partial(sdpa_kernel, SDPBackend.MATH)  # the counter does not know the CPU's own attention kernel
+    countable = functools.partial(
+        sdpa_kernel, SDPBackend.MATH
+    )  # the counter knows no CPU kernel
     policy = loaded_policy(molmoact2_config(model={"numerics": "native"}), sample)
     batch = first_batch(policy, sample, [0])
     inputs = policy.prepare(batch)
     for variant in case.VARIANTS:
         with countable(), case.native_mode(policy, variant), FlopCounterMode(display=False) as real:
             case.native_loss(policy, variant, inputs, batch.extra["noise"], batch.extra["time"]).backward()
-        module, length = case.meta_policy("tiny"), int(inputs.lengths[0])
+        module, length = case.meta_policy(SIZES["tiny"]), int(inputs.lengths[0])
         with case.checkpointed(module, variant.checkpointing), case.on_meta(module, length, variant.checkpointing):
             with FlopCounterMode(display=False) as meta:
-                case.native_meta_loss(module, variant, length).backward()
+                case.native_meta_loss(module).backward()
         with countable(), FlopCounterMode(display=False) as vision:
             policy.frozen(inputs)
         assert real.get_total_flops() == meta.get_total_flops() + vision.get_total_flops()

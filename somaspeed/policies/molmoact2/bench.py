@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import msgspec
 import torch
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.policies.molmoact2.configuration_molmoact2 import MolmoAct2Config
@@ -29,7 +30,7 @@ from somaspeed.policies.molmoact2.forward import (
 from somaspeed.policies.molmoact2.images import pooling_index
 from somaspeed.policies.molmoact2.policy import Inputs, MolmoAct2
 from somaspeed.policies.molmoact2.prompts import MULTIPLE
-from somaspeed.policies.molmoact2.sizes import MAX_ACTION_DIM, PATCH, SIZES, build_on_meta, model_config
+from somaspeed.policies.molmoact2.sizes import MAX_ACTION_DIM, PATCH, SIZES, Size, Text, build_on_meta, model_config
 
 # LeRobot's recipe checkpoints; the published one is its.
 VARIANTS = (
@@ -46,6 +47,7 @@ MODEL = {
     "control_mode": "delta end-effector pose",
 }
 TEXT = 102  # tokens of a LIBERO Spatial prompt beside the image patches: the measured mean, 494 with two images
+SPLIT = ("vision", "prefix_language_model", "expert_forward", "expert_backward")
 NATIVE_TEXT = 105  # native pads a batch to its longest prompt, 497
 
 
@@ -124,7 +126,7 @@ def native_prepare(policy: MolmoAct2, batch: Batch) -> Callable[[], dict[str, An
     return lambda: policy.preprocessor(dict(raw))
 
 
-def meta_policy(size: str) -> MolmoAct2Policy:
+def meta_policy(size: Size) -> MolmoAct2Policy:
     """LeRobot's policy of `size` for the LIBERO recipe, on the meta device."""
     image = PolicyFeature(FeatureType.VISUAL, (3, 256, 256))
     config = MolmoAct2Config(
@@ -139,7 +141,7 @@ def meta_policy(size: str) -> MolmoAct2Policy:
         n_action_steps=LIBERO_CHUNK,
         device="cpu",
     )
-    return wrap(config, build_on_meta(model_config(SIZES[size], {})))
+    return wrap(config, build_on_meta(model_config(size, {})))
 
 
 @contextlib.contextmanager
@@ -169,8 +171,8 @@ def on_meta(module: MolmoAct2Policy, length: int, hook: bool) -> Iterator[None]:
         yield
 
 
-def native_meta_loss(module: MolmoAct2Policy, variant: Variant, length: int) -> Tensor:
-    """LeRobot's forward of language model and expert for one sample on the meta device, under the variant."""
+def native_meta_loss(module: MolmoAct2Policy) -> Tensor:
+    """LeRobot's forward of language model and expert for one sample. Run it inside `on_meta`."""
     times = module.config.num_flow_timesteps
     with torch.device("meta"):
         batch = {
@@ -188,46 +190,17 @@ def native_meta_loss(module: MolmoAct2Policy, variant: Variant, length: int) -> 
 def flops(size: str) -> dict[str, Any]:
     """TFLOP per sample, forward and backward, at the LIBERO recipe, counted on the meta device at batch 1.
 
-    Ours runs the mean prompt rounded up, native the longest, to which it pads. That all of our step runs on the meta
-    device also shows that nothing in it reads a value: there is no host sync.
+    Ours runs the mean prompt rounded up, native the longest, to which it pads. Layers of language model and expert are
+    alike, so one and two of them are counted, and the rest follows. That all of our step runs on the meta device also
+    shows that nothing in it reads a value: there is no host sync.
     """
-    module = meta_policy(size)
-    core = module.model.model
-    side = SIZES[size].vision.resolution // PATCH
-    with torch.device("meta"):
-        pooling = torch.empty_like(pooling_index(side), device="meta")
-        patches = torch.empty(1, LIBERO_CAMERAS, side * side, PATCH * PATCH * 3, dtype=torch.uint8)
-        images = LIBERO_CAMERAS * len(pooling)
-        length = -(-(images + TEXT) // MULTIPLE) * MULTIPLE
-        layout = Layout(torch.empty(images, dtype=torch.int64), torch.empty(images, dtype=torch.bool), pooling)
-        tokens = torch.empty(1, length, dtype=torch.int64)
-        actions = torch.empty(1, LIBERO_CHUNK, LIBERO_ACTION)
-        times = module.config.num_flow_timesteps
-        noise, time = torch.empty(1, times, LIBERO_CHUNK, MAX_ACTION_DIM), torch.empty(1, times)
-        seen = torch.ones(1, length, dtype=torch.bool)
-        valid = torch.ones(1, LIBERO_CHUNK, dtype=torch.bool)
-    with FlopCounterMode(display=False) as vision:
-        features = connector_features(core, patches, pooling)
-    with FlopCounterMode(display=False) as language:
-        kv = prefix_kv(core, layout, features, tokens)
-    with FlopCounterMode(display=False) as forward:
-        velocity = expert_velocity(core, Context(kv, seen, valid), noise, time)
-        loss = flow_loss(velocity[..., :LIBERO_ACTION], actions, noise[..., :LIBERO_ACTION], valid, False)
-    with FlopCounterMode(display=False) as backward:
-        loss.backward()
-    split = {
-        "vision": vision.get_total_flops() / 1e12,
-        "prefix_language_model": language.get_total_flops() / 1e12,
-        "expert_forward": forward.get_total_flops() / 1e12,
-        "expert_backward": backward.get_total_flops() / 1e12,
-    }
-    native = {}
-    padded = images + NATIVE_TEXT
-    for variant in VARIANTS:
-        with checkpointed(module, variant.checkpointing), on_meta(module, padded, hook=variant.checkpointing):
-            with FlopCounterMode(display=False) as counter:
-                native_meta_loss(module, variant, padded).backward()
-        native[variant.name] = split["vision"] + counter.get_total_flops() / 1e12
+    whole = SIZES[size]
+    one, two = (count(msgspec.structs.replace(whole, text=replaced_depth(whole, depth))) for depth in (1, 2))
+    rest = whole.text.depth - 1
+    counted = {name: (one[name] + rest * (two[name] - one[name])) / 1e12 for name in one}
+    module = meta_policy(whole)
+    split = {name: counted[name] for name in SPLIT}
+    native = {variant.name: counted["vision"] + counted[variant.name] for variant in VARIANTS}
     total = sum(split.values())
     return {
         "policy": "molmoact2",
@@ -239,5 +212,55 @@ def flops(size: str) -> dict[str, Any]:
         "somaspeed_cached": total - split["vision"],
         "native_variants": native,
         "somaspeed_split": split,
-        "tokens": {"somaspeed": length, "native": padded},
+        "tokens": {"somaspeed": prompt_length(whole), "native": image_tokens(whole) + NATIVE_TEXT},
     }
+
+
+def replaced_depth(size: Size, depth: int) -> Text:
+    return msgspec.structs.replace(size.text, depth=depth)
+
+
+def image_tokens(size: Size) -> int:
+    """Image patches in a LIBERO prompt."""
+    return LIBERO_CAMERAS * len(pooling_index(size.vision.resolution // PATCH))
+
+
+def prompt_length(size: Size) -> int:
+    """Tokens of a batch whose longest prompt is the mean one."""
+    return -(-(image_tokens(size) + TEXT) // MULTIPLE) * MULTIPLE
+
+
+def count(size: Size) -> dict[str, int]:
+    """FLOP of each part of our step, by the names of `SPLIT`, and of each native variant without its vision."""
+    module = meta_policy(size)
+    core = module.model.model
+    images, length = image_tokens(size), prompt_length(size)
+    side = size.vision.resolution // PATCH
+    times = module.config.num_flow_timesteps
+    with torch.device("meta"):
+        pooling = torch.empty(images // LIBERO_CAMERAS, 4, dtype=torch.int64)
+        patches = torch.empty(1, LIBERO_CAMERAS, side * side, PATCH * PATCH * 3, dtype=torch.uint8)
+        layout = Layout(torch.empty(images, dtype=torch.int64), torch.empty(images, dtype=torch.bool), pooling)
+        tokens = torch.empty(1, length, dtype=torch.int64)
+        actions = torch.empty(1, LIBERO_CHUNK, LIBERO_ACTION)
+        noise, time = torch.empty(1, times, LIBERO_CHUNK, MAX_ACTION_DIM), torch.empty(1, times)
+        seen = torch.ones(1, length, dtype=torch.bool)
+        valid = torch.ones(1, LIBERO_CHUNK, dtype=torch.bool)
+    counters = [FlopCounterMode(display=False) for _ in SPLIT]
+    with counters[0]:
+        features = connector_features(core, patches, pooling)
+    with counters[1]:
+        kv = prefix_kv(core, layout, features, tokens)
+    with counters[2]:
+        velocity = expert_velocity(core, Context(kv, seen, valid), noise, time)
+        loss = flow_loss(velocity[..., :LIBERO_ACTION], actions, noise[..., :LIBERO_ACTION], valid, False)
+    with counters[3]:
+        loss.backward()
+    counted = {name: counter.get_total_flops() for name, counter in zip(SPLIT, counters, strict=True)}
+    padded = images + NATIVE_TEXT
+    for variant in VARIANTS:
+        with checkpointed(module, variant.checkpointing), on_meta(module, padded, hook=variant.checkpointing):
+            with FlopCounterMode(display=False) as counter:
+                native_meta_loss(module).backward()
+        counted[variant.name] = counter.get_total_flops()
+    return counted
