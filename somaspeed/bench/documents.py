@@ -177,7 +177,7 @@ def read_document(path: Path) -> Document:
         raise DataError(f"{path}: no such document; `somaspeed-bench compare` and `scaling` write them.") from None
     except (ValueError, OSError) as error:
         raise DataError(f"{path}: not JSON: {error}") from None
-    kind = Comparisons if isinstance(raw, dict) and "comparisons" in raw else Scaling
+    kind: Any = Comparisons if isinstance(raw, dict) and "comparisons" in raw else Scaling
     if kind is Scaling and not (isinstance(raw, dict) and "models" in raw):
         raise DataError(f"{path}: neither a comparison (key 'comparisons') nor a scaling document (key 'models').")
     try:

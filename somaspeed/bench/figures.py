@@ -29,7 +29,7 @@ PHASE_COLOURS = {
     "reduce_exposed": "#7b4ea3",
     "update": "#9aa5b1",
 }
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 10,
     "axes.spines.top": False,

@@ -28,8 +28,8 @@ def check_errors(table: Sequence[Dimension]) -> list[Finding]:
             "or what was learnt does not come out; see the other findings."
         )
         return [Finding("error", "problem", text)]
-    level = "ok" if ratio < 0.8 else "note"
-    return [Finding("error", level, f"the error is {ratio:.2f} times that of always predicting the mean action")]
+    text = f"the error is {ratio:.2f} times that of always predicting the mean action"
+    return [Finding("error", "ok" if ratio < 0.8 else "note", text)]
 
 
 def check_signs(table: Sequence[Dimension], predicted: np.ndarray, frames: Frames) -> list[Finding]:

@@ -39,10 +39,10 @@ def check_images(act: Predict, frames: Frames, predicted: np.ndarray, seed: int)
         if better(error, stored) and (best is None or error.mean() < best[0]):
             best = float(error.mean()), check, words
     if best:
-        error, check, words = best
+        least, check, words = best
         fault = "swapped cameras" if check == "cameras" else "images in another orientation"
         text = (
-            f"{fault}: with the images {words} the error falls from {stored.mean():.3f} to {error:.3f} (in units of "
+            f"{fault}: with the images {words} the error falls from {stored.mean():.3f} to {least:.3f} (in units of "
             f"the actions' spread). The policy was trained on images {words} against these shards; "
             + ("correct data.map." if check == "cameras" else "shard with the matching --rotate, or train again.")
         )

@@ -50,7 +50,7 @@ class ImageAugmentation:
 
     def __call__(self, frames: Tensor, draws: Tensor) -> Tensor:
         """Change uint8 `frames` [B, H, W, 3] as `draws` float32 [B, 13] say; uint8, as LeRobot's processor rounds."""
-        images = frames.permute(0, 3, 1, 2).float() / 255
+        images = frames.permute(0, 3, 1, 2).contiguous().float() / 255
         factor = draws[:, :5, None, None, None]
         images = (images * factor[:, 0]).clamp_(0, 1)
         images = blend(images, grey(images).mean(dim=(1, 2, 3), keepdim=True), factor[:, 1])

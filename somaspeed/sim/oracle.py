@@ -62,8 +62,8 @@ class Oracle:
         self._grasp_shift = jitter[3:5] * 0.004
         self._place_shift = jitter[5:7] * 0.006
         self._hover = 0.152 + 0.02 * jitter[7]
-        self._wander = np.zeros(3)
-        self._integral = np.zeros(3)
+        self._wander: np.ndarray = np.zeros(3)
+        self._integral: np.ndarray = np.zeros(3)
         self._opening = 1.0
 
     def act(self, seen: Seen) -> np.ndarray:

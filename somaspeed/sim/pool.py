@@ -29,6 +29,7 @@ from somaspeed.sim.protocol import Failed, ProtocolError, Ready, Reply, Request
 ENVIRONMENT = "SOMASPEED_SIM_PYTHON"
 ATTEMPTS = 3  # of a job whose process dies
 REPLY_SECONDS = 600.0  # without a reply; a process that is silent for longer counts as dead
+START_SECONDS = 600.0  # the same for its greeting: the first start on a machine compiles
 POLL_SECONDS = 0.5
 LOG_BYTES = 2000  # of a dead process's last words
 
@@ -73,6 +74,7 @@ class Process:
         self._requests, self.replies = self._process.stdin, self._process.stdout
         self.ready: Ready | None = None
         self.task = -1
+        self.silent = False
         self.since = time.monotonic()
 
     def send(self, request: Request) -> None:
@@ -85,7 +87,8 @@ class Process:
         return protocol.receive_reply(self.replies)
 
     def kill(self) -> None:
-        """Its stream of replies ends, which is how its death is noticed."""
+        """End a silent process: its stream of replies ends, which is how its death is noticed."""
+        self.silent = True
         self._process.kill()
 
     def end(self) -> str:
@@ -103,6 +106,8 @@ class Process:
         words = self._log.read().decode(errors="replace").strip()
         self._log.close()
         how = "was stopped" if died is None else f"ended with exit status {died}"
+        if self.silent:
+            how = f"had said nothing for {time.monotonic() - self.since:.0f} s and was stopped"
         return f"{how}{f'; its last words:\n{words}' if words else ''}"
 
 
@@ -207,9 +212,10 @@ class Pool:
                 if process in talks or process.ready is None:
                     selector.register(process.replies, selectors.EVENT_READ, process)
             heard = [key.data for key, _ in selector.select(POLL_SECONDS)]
-        for process in self._processes:
+        for process in set(self._processes) - set(heard):
+            limit = self._limit if process in talks else START_SECONDS
             waited_for = process in talks or process.ready is None
-            if waited_for and process not in heard and time.monotonic() - process.since > self._limit:
+            if waited_for and time.monotonic() - process.since > limit:
                 process.kill()
         return heard
 

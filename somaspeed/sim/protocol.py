@@ -6,7 +6,7 @@ Every request gets exactly one reply. A process greets with `Ready`, and ends wh
 from __future__ import annotations
 
 import struct
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -117,7 +117,7 @@ Request = Begin | Act | Collect | Render
 Reply = Ready | Observation | Finished | Episode | Frames | Failed
 
 
-def send(stream: BinaryIO, message: Message) -> None:
+def send(stream: IO[bytes], message: Message) -> None:
     """Write one message and flush it."""
     payload = encode(message)
     stream.write(LENGTH.pack(len(payload)))
@@ -125,13 +125,13 @@ def send(stream: BinaryIO, message: Message) -> None:
     stream.flush()
 
 
-def receive_request(stream: BinaryIO) -> Request | None:
+def receive_request(stream: IO[bytes]) -> Request | None:
     """The next request, or None where the stream ends. Raises ProtocolError."""
     payload = _receive(stream)
     return None if payload is None else _decode(_requests, payload)
 
 
-def receive_reply(stream: BinaryIO) -> Reply | None:
+def receive_reply(stream: IO[bytes]) -> Reply | None:
     """The next reply, or None where the stream ends. Raises ProtocolError."""
     payload = _receive(stream)
     return None if payload is None else decode_reply(payload)
@@ -147,7 +147,7 @@ def decode_reply(payload: bytes) -> Reply:
     return _decode(_replies, payload)
 
 
-def _receive(stream: BinaryIO) -> bytes | None:
+def _receive(stream: IO[bytes]) -> bytes | None:
     header = stream.read(LENGTH.size)
     if not header:
         return None

@@ -36,9 +36,9 @@ class Rollout:
         self._steps = 0
         self._film: list[np.ndarray] = []
         scene.reset(begin.seed, begin.init)
+        self._shoot(force=True)
 
     def observe(self) -> Observation:
-        self._shoot(force=not self._steps)
         return Observation(self._scene.images(), self._scene.state(), self._steps, self._footage())
 
     def act(self, request: Act) -> Observation | Finished:

@@ -9,10 +9,13 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from somaspeed.sim import protocol
 from somaspeed.sim.protocol import Act, Begin, Collect, Failed, Ready, Render, Reply, Request
+
+if TYPE_CHECKING:
+    from somaspeed.sim.libero import LiberoScene
 
 
 def serve(requests: BinaryIO, replies: BinaryIO, ready: Ready, handle: Callable[[Request], Reply]) -> None:
@@ -41,6 +44,7 @@ class Simulator:
 
         self._suite = libero.Suite(suite)
         self._task = -1
+        self._loaded: libero.LiberoScene
         self.ready = Ready(suite, self._suite.tasks, libero.versions())
 
     def handle(self, request: Request) -> Reply:
@@ -68,7 +72,7 @@ class Simulator:
         shapes = ", ".join(f"{name} {image.shape[1]}x{image.shape[0]}" for name, image in images.items())
         return f"simulator ready: {self.ready.suite}, {len(self.ready.tasks)} tasks; rendered {shapes}"
 
-    def _scene(self, task: int):
+    def _scene(self, task: int) -> LiberoScene:
         if task != self._task:
             if self._task >= 0:
                 self._loaded.close()

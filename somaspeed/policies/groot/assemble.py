@@ -26,7 +26,7 @@ from somaspeed.policies.groot.sizes import SIZES, SPECIAL_IDS, TUNE, build_core,
 from somaspeed.policies.lerobot import check_supported, checked_options
 from somaspeed.policies.weights import check_header, find_weights
 
-NATIVE_BACKEND = "native-groot-transformers-deepspeed"
+NATIVE_BACKEND = "native-gr00t-hf-trainer-zero2"
 HORIZON: int = GR00T_N1_7_DEFAULTS["action_horizon"]
 TIME: tuple[float, float, float] = tuple(
     GR00T_N1_7_DEFAULTS[key] for key in ("noise_beta_alpha", "noise_beta_beta", "noise_s")

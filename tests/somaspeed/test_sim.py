@@ -1,0 +1,139 @@
+"""The real simulator: repeatable episodes, frames as they were, and actions that survive the processors."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dataio.encode import decode_image
+from somaspeed.policies.features import statistics_tensors
+from somaspeed.policies.pi05.policy import processors
+from somaspeed.sim.pool import Pool, PoolError, simulator_command
+from somaspeed.sim.protocol import Act, Begin, Collect, Episode, Finished, Frames, Observation, Render
+from tests.conftest import SIMULATOR
+from tests.somaspeed.cases import loaded_policy, tiny_config
+
+pytestmark = pytest.mark.sim
+COLLECT = Collect(task=0, init=3, seed=11, noise=0.5)
+
+
+class Ask:
+    """A job that asks one thing after the other, of one process."""
+
+    task = 0
+
+    def __init__(self, *requests) -> None:
+        self.requests = requests
+
+    def converse(self):
+        replies = []
+        for request in self.requests:
+            replies.append((yield request))
+        return replies
+
+
+@pytest.fixture(scope="module")
+def simulator():
+    assert SIMULATOR.exists()
+    said: list[str] = []
+    with Pool(simulator_command("libero_spatial"), 1, said.append) as pool:
+        yield pool
+    assert not said
+
+
+def ask(pool: Pool, *requests) -> list:
+    ((_, replies),) = pool.run([Ask(*requests)], Ask.converse)
+    return replies
+
+
+@pytest.fixture(scope="module")
+def episode(simulator) -> Episode:
+    (reply,) = ask(simulator, COLLECT)
+    assert isinstance(reply, Episode) and reply.success
+    return reply
+
+
+def begin(max_steps: int) -> Begin:
+    return Begin(COLLECT.task, COLLECT.init, COLLECT.seed, max_steps)
+
+
+def test_the_suite_is_libero_spatial(simulator):
+    ready = simulator.greeting()
+    assert len(ready.tasks) == 10 and {task.inits for task in ready.tasks} == {50}
+    assert ready.versions["mujoco"] == "3.3.7"
+
+
+def test_an_episode_repeats_bit_for_bit_after_another_one(simulator, episode):
+    other, again = ask(simulator, Collect(0, 4, 12, 0.5), COLLECT)
+    assert np.array_equal(again.action, episode.action) and np.array_equal(again.states, episode.states)
+    assert other.action.shape != episode.action.shape or not np.array_equal(other.action, episode.action)
+
+
+def test_recorded_actions_succeed_again_in_exactly_as_many_steps(simulator, episode):
+    steps = len(episode.action)
+    first, *_, last = ask(simulator, begin(steps), Act(episode.action[:10]), Act(episode.action[10:]))
+    assert isinstance(first, Observation) and np.array_equal(first.state, episode.state[0])
+    assert last == Finished(True, steps), "the last allowed step counts"
+    *_, short = ask(simulator, begin(steps - 1), Act(episode.action))
+    assert short == Finished(False, steps - 1)
+
+
+def test_the_round_trip_through_a_checkpoints_processors_loses_nothing(simulator, episode, sample):
+    policy = loaded_policy(tiny_config(), sample)
+    pre, post = processors(policy.lerobot_config, statistics_tensors(sample.manifest), policy.tokenizer)
+    normalised = pre(
+        {
+            "observation.state": torch.from_numpy(episode.state.copy()),
+            "action": torch.from_numpy(episode.action.copy()),
+            "task": ["pick up the black bowl"] * len(episode.action),
+        }
+    )["action"]
+    actions = post(normalised).numpy()
+    assert np.abs(actions - episode.action).max() < 1e-5
+    *_, end = ask(simulator, begin(len(actions) + 5), Act(actions))
+    assert isinstance(end, Finished) and end.success
+    mirrored = actions * np.array([1, 1, 1, 1, 1, 1, -1], np.float32)
+    *_, end = ask(simulator, begin(len(actions) + 5), Act(mirrored))
+    assert isinstance(end, Finished) and not end.success, "a wrong gripper fails"
+
+
+def test_frames_rendered_afterwards_are_those_that_were_seen(simulator, episode):
+    seen, frames = ask(simulator, begin(200), Render(0, episode.states[:1]))
+    assert isinstance(seen, Observation) and isinstance(frames, Frames)
+    for name, image in seen.images.items():
+        later = np.asarray(Image.open(io.BytesIO(frames.images[name][0]))).astype(int)
+        assert later.shape == (256, 256, 3) and image.std() > 10
+        assert np.abs(later - image).mean() < 0.2, "a fifth of a grey level: half a millisecond of motion"
+        assert np.abs(later[::-1] - image).mean() > 5, "and not upside down"
+
+
+def test_frames_look_like_the_shipped_sample(simulator, sample, tmp_path):
+    """The orientation of the training data: rotated by 180° against the simulator's raw image."""
+    language = simulator.greeting().tasks[0].language
+    task = sample.manifest.tasks.index(language)
+    row = int(np.flatnonzero((sample.task == task) & (sample.frame == 0))[0])
+    (seen,) = ask(simulator, Begin(0, 0, 0, 10))
+    for name in ("image", "image2"):
+        stored = decode_image(sample.encoded(row, name).tobytes()).astype(int)
+        here = seen.images[name].astype(int)
+        apart = np.abs(stored - here).mean()
+        turned = [np.abs(stored - view).mean() for view in (here[::-1], here[:, ::-1], here[::-1, ::-1])]
+        assert apart < 0.7 * min(turned), (name, apart, turned)
+
+
+def test_a_task_that_is_not_there_is_named(simulator):
+    said: list[str] = []
+    with Pool(simulator_command("libero_spatial"), 1, said.append) as pool, pytest.raises(PoolError, match="0 to 9"):
+        ask(pool, Begin(77, 0, 0, 10))
+    assert len(said) == 2
+
+
+def test_the_environments_stay_apart():
+    """The simulator brings another OpenCV and another numpy; neither may reach the training environment."""
+    assert not list(Path(torch.__file__).parents[1].glob("libero*"))
+    assert not list((SIMULATOR.parents[1] / "lib").glob("python*/site-packages/torch"))
