@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import importlib
 import io
@@ -45,6 +46,7 @@ class Actor:
         self.directory = checkpoint_directory(directory)
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.origin = load_origin(self.directory)
+        self.size: str = self.origin.get("model.size", "full")
         self.config = load_config(self.directory)
         self.config.device = self.device.type
         self.n_action_steps = n_action_steps or self.config.n_action_steps
@@ -73,10 +75,17 @@ class Actor:
     def _load_policy(self) -> Any:
         from lerobot.policies.factory import get_policy_class
 
-        size = self.origin.get("model.size", "full")
-        with loading(self.config.type, size):
+        with loading(self.config.type, self.size):
             policy = read(get_policy_class(self.config.type).from_pretrained, str(self.directory), config=self.config)
         return policy.to(self.device).eval()
+
+    def untrained(self) -> Actor:
+        """The same actor with random weights in place of the checkpoint's."""
+        twin = copy.copy(self)
+        with loading(self.config.type, self.size), torch.random.fork_rng([]):
+            torch.manual_seed(0)
+            twin.policy = read(type(self.policy), self.config).to(self.device).eval()
+        return twin
 
     def check_cameras(self, available: Sequence[str]) -> None:
         """Raise CheckpointError for a camera that the policy needs and `available` lacks."""

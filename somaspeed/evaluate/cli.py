@@ -12,19 +12,24 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a checkpoint is complete; read when the hub's client is imported
 
 import msgspec  # noqa: E402
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 from dataio.atomic import write_bytes  # noqa: E402
-from dataio.manifest import DataError  # noqa: E402
+from dataio.manifest import DataError, did_you_mean  # noqa: E402
+from dataio.reader import ShardReader  # noqa: E402
 from somaspeed.actor import Actor, fingerprint  # noqa: E402
 from somaspeed.checkpoint import CheckpointError  # noqa: E402
 from somaspeed.demos import CAMERAS, checked_tasks, task_list  # noqa: E402
 from somaspeed.evaluate import report  # noqa: E402
-from somaspeed.evaluate.trials import Outcome, Records, Settings, plan, play  # noqa: E402
+from somaspeed.evaluate.blind import Demonstrations, NearestState, Replay  # noqa: E402
+from somaspeed.evaluate.trials import Driver, Outcome, Records, Settings, Trial, plan, play  # noqa: E402
 from somaspeed.sim.pool import Pool, PoolError, default_workers, simulator_command  # noqa: E402
+from somaspeed.sim.protocol import Observation, Ready  # noqa: E402
 
 MAX_STEPS = 280  # LeRobot's limit for LIBERO Spatial: the longest demonstration has 193 steps
+AGAINST = ("untrained", "replay", "nearest")
 PACKAGES = ("somaspeed", "lerobot", "torch", "transformers")
 
 EPILOG = """\
@@ -51,12 +56,31 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--n-action-steps", type=positive, metavar="N", help="actions taken of each chunk (default: the policy's)")
     add("--flow-steps", type=positive, metavar="N", help="of the policy's sampler (default: the policy's)")
     add("--max-steps", type=positive, default=MAX_STEPS, metavar="N", help="control steps (default: %(default)s)")
+    add(
+        "--against",
+        type=contestants,
+        default=[],
+        metavar="LIST",
+        help="also play untrained,replay,nearest: the policy with random weights, one demonstration blindly, and the "
+        "demonstration in the nearest state",
+    )
+    add("--shards", metavar="DIR", help="demonstrations for replay and nearest")
     add("--workers", type=positive, default=default_workers(), metavar="N", help="environments, 2 GB each")
     add("--videos", type=int, default=1, metavar="N", help="episodes filmed per task (default: %(default)s)")
     add("--device", metavar="cpu|cuda", help="of the policy (default: cuda where there is one)")
     add("--output", type=Path, metavar="DIR", help="records and videos (default: evaluation/SUITE by the checkpoint)")
     add("--json", type=Path, metavar="FILE", help="where the result goes (default: OUTPUT/result.json)")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if {"replay", "nearest"} & set(arguments.against) and not arguments.shards:
+        parser.error("--against replay or nearest needs --shards with demonstrations")
+    return arguments
+
+
+def contestants(text: str) -> list[str]:
+    for name in (names := text.split(",")):
+        if name not in AGAINST:
+            raise argparse.ArgumentTypeError(f"{name!r} is not known{did_you_mean(name, AGAINST)}")
+    return names
 
 
 def positive(text: str) -> int:
@@ -88,30 +112,24 @@ def evaluate(arguments: argparse.Namespace, command: list[str], console: Console
         tasks = {task: ready.tasks[task].inits for task in checked_tasks(ready, arguments.tasks)}
         actor = Actor(arguments.checkpoint, device, arguments.n_action_steps, arguments.flow_steps)
         actor.check_cameras(CAMERAS)
-        settings = Settings(
-            suite=ready.suite,
-            checkpoint_sha256=fingerprint(actor.directory),
-            policy=actor.config.type,
-            n_action_steps=actor.n_action_steps,
-            chunk_size=actor.chunk_size,
-            flow_steps=actor.flow_steps,
-            max_steps=arguments.max_steps,
-            seed=arguments.seed,
-            first_init=arguments.first_init,
-            versions={name: importlib.metadata.version(name) for name in PACKAGES} | ready.versions,
-        )
+        settings = settings_of(arguments, actor, ready)
         output = arguments.output or actor.directory.parent / "evaluation" / ready.suite
-        records = Records(output, settings)
         trials = plan(tasks, arguments.episodes, arguments.first_init, arguments.seed)
-        there = [records.outcomes[key] for t in trials if (key := (t.task, t.episode)) in records.outcomes]
-        counter = Counter(console, len(trials), there)
         languages = [task.language for task in ready.tasks]
-        outcomes = play(
-            trials, languages, actor, records, pool, arguments.max_steps, arguments.videos, counter.show
-        )
-        result = report.document(
-            str(arguments.checkpoint), settings, languages, outcomes, sum(pool.crashes.values())
-        )
+        drivers = rivals(arguments, actor, languages, list(tasks))
+
+        def contest(name: str, driver: Driver, directory: Path, settings: Settings) -> dict:
+            console.print(f"{name}: {len(trials)} episodes")
+            records, crashes = Records(directory, settings), pool.crashes.total()
+            counter = Counter(console, trials, records)
+            outcomes = play(trials, driver, records, pool, arguments.max_steps, arguments.videos, counter.show)
+            return report.document(name, settings, languages, outcomes, pool.crashes.total() - crashes)
+
+        result = contest(str(arguments.checkpoint), Sighted(actor, languages), output, settings)
+        result["against"] = {
+            name: contest(name, driver, output / name, msgspec.structs.replace(settings, policy=name))
+            for name, driver in drivers.items()
+        }
     report.show(console, result)
     path = arguments.json or output / "result.json"
     write_bytes(path, msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
@@ -119,14 +137,53 @@ def evaluate(arguments: argparse.Namespace, command: list[str], console: Console
     return result
 
 
+def settings_of(arguments: argparse.Namespace, actor: Actor, ready: Ready) -> Settings:
+    return Settings(
+        suite=ready.suite,
+        checkpoint_sha256=fingerprint(actor.directory),
+        policy=actor.config.type,
+        n_action_steps=actor.n_action_steps,
+        chunk_size=actor.chunk_size,
+        flow_steps=actor.flow_steps,
+        max_steps=arguments.max_steps,
+        seed=arguments.seed,
+        first_init=arguments.first_init,
+        versions={name: importlib.metadata.version(name) for name in PACKAGES} | ready.versions,
+    )
+
+
+class Sighted:
+    """A policy as a driver: it is given the images, the state and the instruction."""
+
+    def __init__(self, actor: Actor, languages: list[str]) -> None:
+        self._actor, self._languages = actor, languages
+
+    def act(self, task: int, seen: Observation, seed: int) -> np.ndarray:
+        return self._actor.act(seen.images, seen.state, self._languages[task], seed)
+
+
+def rivals(arguments: argparse.Namespace, actor: Actor, languages: list[str], tasks: list[int]) -> dict[str, Driver]:
+    """The drivers of `--against`, by name."""
+    drivers: dict[str, Driver] = {}
+    if "untrained" in arguments.against:
+        drivers["untrained"] = Sighted(actor.untrained(), languages)
+    if arguments.shards:
+        reader = ShardReader(arguments.shards, "size")
+        demonstrations = Demonstrations(reader, {task: languages[task] for task in tasks}, actor.n_action_steps)
+        blind: dict[str, Driver] = {"replay": Replay(demonstrations), "nearest": NearestState(demonstrations)}
+        drivers |= {name: driver for name, driver in blind.items() if name in arguments.against}
+    return drivers
+
+
 class Counter:
     """A line per finished episode, with the success so far."""
 
-    def __init__(self, console: Console, total: int, there: list[Outcome]) -> None:
-        self._console, self._total = console, total
+    def __init__(self, console: Console, trials: list[Trial], records: Records) -> None:
+        self._console, self._total = console, len(trials)
+        there = [records.outcomes[key] for t in trials if (key := (t.task, t.episode)) in records.outcomes]
         self._done, self._successes = len(there), sum(outcome.success for outcome in there)
         if there:
-            console.print(f"resumed: {self._done} of {total} episodes were played before")
+            console.print(f"resumed: {self._done} of {len(trials)} episodes were played before")
 
     def show(self, outcome: Outcome) -> None:
         self._done += 1

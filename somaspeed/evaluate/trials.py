@@ -26,9 +26,10 @@ FILM_EVERY = 2  # control steps
 
 
 class Driver(Protocol):
-    """Whatever gives actions for observations; see `actor.Actor.act`."""
+    """Whatever drives the robot."""
 
-    def act(self, images: Mapping[str, np.ndarray], state: np.ndarray, task: str, seed: int) -> np.ndarray: ...
+    def act(self, task: int, seen: Observation, seed: int) -> np.ndarray:
+        """The next actions, float [n, 7]; what is random in them is drawn from `seed`."""
 
 
 class Trial(msgspec.Struct, frozen=True):
@@ -115,7 +116,6 @@ class Records:
 
 def play(
     trials: Sequence[Trial],
-    languages: Sequence[str],
     driver: Driver,
     records: Records,
     pool: Pool,
@@ -137,8 +137,7 @@ def play(
         while isinstance(reply, Observation):
             film.append(reply.film)
             draw = episode_seed(trial.seed, trial.task, trial.episode, draw=reply.steps)
-            actions = driver.act(reply.images, reply.state, languages[trial.task], draw)
-            reply = yield Act(np.asarray(actions))
+            reply = yield Act(np.asarray(driver.act(trial.task, reply, draw)))
         assert isinstance(reply, Finished)
         film.append(reply.film)
         if every:

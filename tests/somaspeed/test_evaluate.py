@@ -14,6 +14,7 @@ import pytest
 
 from dataio.manifest import DataError
 from somaspeed.evaluate import cli, report
+from somaspeed.evaluate.blind import Demonstrations, NearestState, Replay
 from somaspeed.evaluate.interval import wilson
 from somaspeed.evaluate.trials import Outcome, Records, Settings, plan, play
 from somaspeed.sim import protocol
@@ -26,7 +27,6 @@ from tests.conftest import ROOT
 from tests.somaspeed.fake_sim import INITS, Point
 
 COMMAND = [sys.executable, str(ROOT / "tests" / "somaspeed" / "fake_sim.py")]
-LANGUAGES = ["left", "right"]
 SETTINGS = Settings("fake", "0", "test", 2, 4, None, 4, 0, 0, {})
 
 
@@ -36,8 +36,8 @@ class OneStep:
     def __init__(self) -> None:
         self.seeds: list[int] = []
 
-    def act(self, images, state, task, seed):
-        assert set(images) == {"image", "image2"} and state.shape == (8,) and task in LANGUAGES
+    def act(self, task, seen, seed):
+        assert set(seen.images) == {"image", "image2"} and seen.state.shape == (8,) and task in (0, 1)
         self.seeds.append(seed)
         actions = np.zeros((2, 7), np.float32)
         actions[:, 0] = 1
@@ -50,7 +50,7 @@ def run(output: Path, episodes: int = 3, workers: int = 2, reply_seconds: float 
     driver = OneStep()
     with Pool(COMMAND, workers, said.append, reply_seconds) as pool:
         trials = plan({0: INITS, 1: INITS}, episodes, 0, seed=0)
-        outcomes = play(trials, LANGUAGES, driver, Records(output, SETTINGS), pool, 4, videos, lambda outcome: None)
+        outcomes = play(trials, driver, Records(output, SETTINGS), pool, 4, videos, lambda outcome: None)
     return outcomes, said, driver
 
 
@@ -73,7 +73,7 @@ def test_success_at_the_last_allowed_step_counts():
 def test_a_film_has_the_first_frame_every_second_and_the_last():
     rollout = Rollout(Point(0), Begin(0, 2, 0, max_steps=9, film_every=2))
     step = np.eye(1, 7)
-    film = [rollout.observe().film, rollout.act(Act(step)).film, rollout.act(Act(step)).film, rollout.act(Act(step)).film]
+    film = [rollout.observe().film, *(rollout.act(Act(step)).film for _ in range(3))]
     assert [None if part is None else len(part) for part in film] == [1, None, 1, 1]
     assert film[0].shape == (1, 256, 256, 3)
 
@@ -200,11 +200,32 @@ def test_the_command_end_to_end(sample_dir, tmp_path, monkeypatch, capsys):
     assert [row["episodes"] for row in result["tasks"]] == [2] and len(result["outcomes"]) == 2
     printed = capsys.readouterr().out
     assert "95 % interval" in printed and "2 actions of chunks of 50, 2 flow steps" in printed
-    assert cli.main([*arguments, "--output", str(tmp_path / "again")]) == 0
+    again = [*arguments, "--output", str(tmp_path / "again"), "--against", "untrained"]
+    assert cli.main(again) == 0 and "all, the policy with random weights" in capsys.readouterr().out
     again = json.loads((tmp_path / "result.json").read_text())
     assert [{**o, "seconds": 0} for o in again["outcomes"]] == [{**o, "seconds": 0} for o in result["outcomes"]]
     assert cli.main([*arguments, "--seed", "1"]) == 2 and "seed = 0, now it is 1" in capsys.readouterr().err
     assert cli.main([*arguments[:4], "--tasks", "7"]) == 2 and "tasks 0 to 1" in capsys.readouterr().err
+
+
+def test_blind_drivers_know_the_demonstrations_and_nothing_else(sample):
+    language = sample.manifest.tasks[int(sample.task[0])]
+    demonstrations = Demonstrations(sample, {4: language}, steps=5)
+    rows = np.flatnonzero((sample.task == sample.task[0]) & (sample.episode == sample.episode[0]))
+    actions, states = sample.columns["action"][rows], sample.columns["observation.state"][rows]
+
+    def seen(steps: int, state: np.ndarray) -> Observation:
+        return Observation({}, state, steps)
+
+    replay, nearest = Replay(demonstrations), NearestState(demonstrations)
+    assert np.array_equal(replay.act(4, seen(10, states[0]), 0), actions[10:15])
+    late = replay.act(4, seen(len(rows) + 50, states[0]), 0)
+    assert np.array_equal(late, np.repeat(actions[-1:], 5, axis=0))
+    assert np.array_equal(nearest.act(4, seen(0, states[20]), 0), actions[20:25])
+    ending = nearest.act(4, seen(0, states[-2]), 0)
+    assert np.array_equal(ending, actions[[-2, -1, -1, -1, -1]])
+    with pytest.raises(DataError, match="no demonstration of 'dance'"):
+        Demonstrations(sample, {0: "dance"}, steps=5)
 
 
 def test_without_a_simulator_the_message_says_what_to_do(monkeypatch):

@@ -98,7 +98,7 @@ def test_the_round_trip_through_a_checkpoints_processors_loses_nothing(simulator
     *_, end = ask(simulator, begin(len(actions) + 5), Act(actions))
     assert isinstance(end, Finished) and end.success
     mirrored = actions * np.array([1, 1, 1, 1, 1, 1, -1], np.float32)
-    *_, end = ask(simulator, begin(len(actions) + 5), Act(mirrored))
+    *_, end = ask(simulator, begin(len(actions)), Act(mirrored))
     assert isinstance(end, Finished) and not end.success, "a wrong gripper fails"
 
 

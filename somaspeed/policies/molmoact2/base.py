@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from lerobot.policies.molmoact2.molmoact2_hf_model.configuration_molmoact2 import MolmoAct2Config as ModelConfig
 from safetensors.torch import save_file
@@ -52,10 +53,11 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Qwen2Tokenizer:
         show_progress=False,
     )
     bpe.train_from_iterator(sorted(set(texts)), trainer)
-    learnt = json.loads(bpe.to_str())["model"]
+    learnt: dict[str, Any] = json.loads(bpe.to_str())["model"]
+    merges: Any = [tuple(pair) for pair in learnt["merges"]]
     tokenizer = Qwen2Tokenizer(
         vocab=learnt["vocab"],
-        merges=[tuple(pair) for pair in learnt["merges"]],
+        merges=merges,
         eos_token="<|im_end|>",
         padding_side="left",
     )
@@ -75,7 +77,7 @@ def make_base(directory: Path, size: Size, texts: Iterable[str]) -> None:
     """Write a base checkpoint of `size` without weights; its tokenizer is trained on `texts`."""
     tokenizer = train_tokenizer(texts, size.vocabulary)
     tokenizer.save_pretrained(directory)
-    token_ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in TOKEN_IDS.items()}
+    token_ids: dict[str, Any] = {key: tokenizer.convert_tokens_to_ids(token) for key, token in TOKEN_IDS.items()}
     model_config(size, token_ids).save_pretrained(directory)
     image = {
         "crop_mode": "resize",

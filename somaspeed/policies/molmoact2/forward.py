@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from lerobot.policies.molmoact2.molmoact2_hf_model.modeling_molmoact2 import MolmoAct2Model
-from torch import Tensor, nn
+from torch import Tensor
 
 LayerKV = tuple[Tensor, Tensor]
 
@@ -217,28 +217,28 @@ def modulate(x: Tensor, eps: float, shift: Tensor, scale: Tensor) -> Tensor:
     return rms_norm(x, eps) * (1 + scale) + shift
 
 
-def self_attention(attention: nn.Module, x: Tensor, inside: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+def self_attention(attention: Any, x: Tensor, inside: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Attention of one flow time's action steps to one another: `x` [B, N, S, W], `inside` bool [B · N, 1, 1, S]."""
-    module: Any = attention
-    qkv = module.qkv(x).flatten(0, 1).unflatten(-1, (3, module.num_heads, module.head_dim))
+    qkv = attention.qkv(x).flatten(0, 1).unflatten(-1, (3, attention.num_heads, attention.head_dim))
     query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-    query, key = module.rope(rms_norm(query, module.q_norm.eps), rms_norm(key, module.k_norm.eps), rope_cache=tables)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=inside)
-    return module.out_proj(out.transpose(1, 2).reshape(x.shape))
-
-
-def cross_attention(expert: nn.Module, attention: nn.Module, x: Tensor, kv: LayerKV, seen: Tensor) -> Tensor:
-    """Attention of all flow times' action steps `x` [B, N, S, W] to one projection of the prefix's `kv`."""
-    module, owner = attention, expert
-    shape = (module.num_heads, module.head_dim)
-    key, value = (
-        rms_norm(projection(states), owner.context_norm.eps).unflatten(-1, shape).transpose(1, 2)
-        for projection, states in zip((owner.context_k_proj, owner.context_v_proj), kv, strict=True)
+    query, key = attention.rope(
+        rms_norm(query, attention.q_norm.eps), rms_norm(key, attention.k_norm.eps), rope_cache=tables
     )
-    query = module.q_proj(x).flatten(1, 2).unflatten(-1, shape).transpose(1, 2)
-    query, key = rms_norm(query, module.q_norm.eps), rms_norm(key, module.k_norm.eps)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=inside)
+    return attention.out_proj(out.transpose(1, 2).reshape(x.shape))
+
+
+def cross_attention(expert: Any, attention: Any, x: Tensor, kv: LayerKV, seen: Tensor) -> Tensor:
+    """Attention of all flow times' action steps `x` [B, N, S, W] to one projection of the prefix's `kv`."""
+    shape = (attention.num_heads, attention.head_dim)
+    key, value = (
+        rms_norm(projection(states), expert.context_norm.eps).unflatten(-1, shape).transpose(1, 2)
+        for projection, states in zip((expert.context_k_proj, expert.context_v_proj), kv, strict=True)
+    )
+    query = attention.q_proj(x).flatten(1, 2).unflatten(-1, shape).transpose(1, 2)
+    query, key = rms_norm(query, attention.q_norm.eps), rms_norm(key, attention.k_norm.eps)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
-    return module.out_proj(out.transpose(1, 2).reshape(x.shape))
+    return attention.out_proj(out.transpose(1, 2).reshape(x.shape))
 
 
 def flow_loss(velocity: Tensor, actions: Tensor, noise: Tensor, valid: Tensor, mask_padded: bool) -> Tensor:

@@ -90,6 +90,7 @@ class MolmoAct2(Policy[Inputs, Prefix]):
         self.windows = {ACTION: list(range(self.lerobot_config.chunk_size))}
         masked = self.lerobot_config.mask_action_dim_padding
         self.trained_dim = manifest.column(ACTION).shape[0] if masked else self.lerobot_config.expected_max_action_dim
+        self.made: tempfile.TemporaryDirectory[str] | None = None  # a base for random weights; gone with the policy
         self.base = self.find_base()
         self.core_config = bases.read_model_config(self.base)
         self.preprocessor, self.postprocessor = processors(self.lerobot_config, self.base, manifest)
@@ -110,7 +111,7 @@ class MolmoAct2(Policy[Inputs, Prefix]):
             return bases.find_base(str(own))
         if path:
             return bases.find_base(self.lerobot_config.checkpoint_path)
-        self.made = tempfile.TemporaryDirectory(prefix="somaspeed-molmoact2-")  # gone with the policy
+        self.made = tempfile.TemporaryDirectory(prefix="somaspeed-molmoact2-")
         directory = Path(self.made.name)
         bases.make_base(directory, SIZES[self.model_config.size], prompt_texts(self.lerobot_config, self.tasks))
         return directory
@@ -241,8 +242,10 @@ class MolmoAct2(Policy[Inputs, Prefix]):
 
     def save(self, directory: Path, final: Path) -> None:
         """See `Policy`. A base made for random weights goes into the checkpoint; a released one stays where it is."""
-        own = self.base.name == bases.OWN or hasattr(self, "made")
-        place = str((final / bases.OWN).resolve()) if own else self.lerobot_config.checkpoint_path
+        own = self.made is not None or self.base.name == bases.OWN
+        named = Path(self.lerobot_config.checkpoint_path).expanduser()
+        released = str(named.resolve()) if named.is_dir() else self.lerobot_config.checkpoint_path
+        place = str((final / bases.OWN).resolve()) if own else released
         if own:
             bases.save_base(directory / bases.OWN, self.base, self.module.model, bare(self.originals))
         with mock.patch.object(self.module.config, "checkpoint_path", place):
