@@ -13,9 +13,9 @@ from somaspeed.evaluate.interval import wilson
 from somaspeed.evaluate.trials import Outcome, Settings
 
 RIVALS = {
-    "untrained": "the policy with random weights",
-    "replay": "blind replay of one demonstration",
-    "nearest": "the demonstration in the nearest state, blind",
+    "untrained": "with random weights",
+    "replay": "blind replay of one demo",
+    "nearest": "blind, by the nearest demo state",
 }
 
 
@@ -64,7 +64,7 @@ def document(
 def show(console: Console, report: dict[str, Any]) -> None:
     """Print the table and the settings beneath it."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("task", no_wrap=True)
+    table.add_column("task", no_wrap=True, max_width=40)
     for title in ("success", "rate", "95 % interval", "steps"):
         table.add_column(title, justify="right", no_wrap=True)
     for row in report["tasks"]:
@@ -74,9 +74,10 @@ def show(console: Console, report: dict[str, Any]) -> None:
         table.add_row(f"all, {RIVALS[name]}", *cells(rival))
     console.print(table)
     settings = report["settings"]
+    flow = f"{settings['flow_steps']} flow steps" if settings["flow_steps"] else "its own flow steps"
     console.print(
         f"{settings['suite']}, {settings['policy']}: {settings['n_action_steps']} actions of chunks of "
-        f"{settings['chunk_size']}, {settings['flow_steps']} flow steps, at most {settings['max_steps']} control "
+        f"{settings['chunk_size']}, {flow}, at most {settings['max_steps']} control "
         f"steps, seed {settings['seed']}, initial states from {settings['first_init']}"
     )
     console.print(", ".join(f"{name} {version}" for name, version in settings["versions"].items()))

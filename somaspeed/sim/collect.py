@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 
 import numpy as np
 from PIL import Image
@@ -12,12 +13,13 @@ from somaspeed.sim.oracle import SIDES, Oracle
 from somaspeed.sim.protocol import Collect, Episode, Frames
 
 MAX_STEPS = 220
+ATTEMPTS = 4
 PNG_LEVEL = 1  # of compression: files are written once and read once
 
 
 def collect(scene: LiberoScene, request: Collect) -> Episode:
-    """Try the task's grasp sides in turn until the simulator's own check says that the task is solved."""
-    for attempt, side in enumerate(SIDES[request.task], start=1):
+    """Try the task's grasp sides in turn, each time with other noise, until the simulator calls the task solved."""
+    for attempt, side in enumerate(itertools.islice(itertools.cycle(SIDES[request.task]), ATTEMPTS), start=1):
         scene.reset(request.seed, request.init)
         generator = np.random.default_rng([request.seed, request.task, request.init, attempt])
         oracle = Oracle(scene.seen, side, generator, request.noise)

@@ -201,7 +201,7 @@ def test_the_command_end_to_end(sample_dir, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "95 % interval" in printed and "2 actions of chunks of 50, 2 flow steps" in printed
     again = [*arguments, "--output", str(tmp_path / "again"), "--against", "untrained"]
-    assert cli.main(again) == 0 and "all, the policy with random weights" in capsys.readouterr().out
+    assert cli.main(again) == 0 and "all, with random weights" in capsys.readouterr().out
     again = json.loads((tmp_path / "result.json").read_text())
     assert [{**o, "seconds": 0} for o in again["outcomes"]] == [{**o, "seconds": 0} for o in result["outcomes"]]
     assert cli.main([*arguments, "--seed", "1"]) == 2 and "seed = 0, now it is 1" in capsys.readouterr().err
