@@ -43,7 +43,7 @@ def measure(parameters: int, repeats: int) -> dict[str, Any]:
 
     parameter = torch.nn.Parameter(flat["master"])
     parameter.grad = flat["grad"]
-    fused = torch.optim.AdamW([parameter], lr=1e-5, fused=True, **SETTINGS)
+    fused: Any = torch.optim.AdamW([parameter], lr=1e-5, fused=True, **SETTINGS)
     fused.grad_scale, fused.found_inf = torch.tensor(2.0, device=device), torch.zeros((), device=device)
 
     def torch_fused() -> None:

@@ -222,7 +222,7 @@ def from_base(config: GrootConfig) -> GrootPolicy:
         ) from None
 
 
-def name_special_tokens(module: GrootPolicy, processor: Qwen3VLProcessor) -> None:
+def name_special_tokens(module: GrootPolicy, processor: Any) -> None:
     """Give LeRobot's backbone the ids that `processor` has for images: for a trained tokenizer at full size."""
     config = module._groot_model.backbone.model.config
     for key, token in SPECIAL_IDS.items():

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from lerobot.policies.groot.groot_n1_7 import GR00TN17
-from torch import Tensor, nn
+from torch import Tensor
 
 from somaspeed.policies.groot.images import normalize, patch_weight, patchify
 from somaspeed.policies.groot.prompt import PATCH, Layout
@@ -154,7 +154,7 @@ class Backbone:
         return F.scaled_dot_product_attention(query, key, qkv[2]).transpose(1, 2).flatten(2)
 
     @staticmethod
-    def merge(merger: nn.Module, x: Tensor, lead: torch.Size) -> Tensor:
+    def merge(merger: Any, x: Tensor, lead: torch.Size) -> Tensor:
         return merger(x.flatten(0, 1)).view(*lead, -1, merger.linear_fc2.out_features)
 
     @torch.no_grad()

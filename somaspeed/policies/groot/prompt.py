@@ -7,7 +7,7 @@ task's text and `<|im_end|>\\n`. All before the text is the same for every sampl
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from lerobot.policies.groot.utils import prepare_n1_7_language_batch
@@ -106,7 +106,7 @@ class Prompts(NamedTuple):
     pad: int
 
 
-def make_prompts(processor: Qwen3VLProcessor, tasks: Sequence[str], cameras: int, resolution: int) -> Prompts:
+def make_prompts(processor: Any, tasks: Sequence[str], cameras: int, resolution: int) -> Prompts:
     """Tokenise every task as LeRobot's processor does, and find the layout that they share."""
     tokenizer = processor.tokenizer
     side = resolution // PATCH // MERGE
