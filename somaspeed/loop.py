@@ -191,17 +191,17 @@ class Trainer:
     def evaluate(self) -> float:
         """The mean loss over the held-out episodes, with noise and time fixed per sample."""
         assert self.held_out is not None
-        total, count = 0.0, 0.0
+        total, count = torch.zeros((), dtype=torch.float64, device=self.ranks.device), 0
         timer, self.stage.timer = self.stage.timer, PhaseTimer(self.ranks.device)
         cached, self.stage.cached = self.stage.cached, None  # held-out frames come with their images
         for batch in self.held_out():
             ready = self.stage.run(batch, {})
             loss = self.policy.expert_loss(ready.prefix, ready.inputs, ready.noise, ready.time)
-            total += loss.item() * len(batch.sample)
+            total += loss.double() * len(batch.sample)
             count += len(batch.sample)
         self.stage.timer, self.stage.cached = timer, cached
-        total, count = (value * self.ranks.world for value in self.ranks.mean([total, count]))
-        return total / count
+        mean_total, mean_count = self.ranks.mean([total.item(), float(count)])
+        return mean_total / mean_count
 
     def save(self) -> None:
         """Write a checkpoint of the state after the last update."""
