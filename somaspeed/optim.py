@@ -93,6 +93,30 @@ class Arena:
             assert low <= parameter.data_ptr() < high, f"{name} has left the arena"
 
 
+def watch_gradients(arenas: list[Arena]) -> Callable[[], list[str]]:
+    """Watch the next backward: the function returned ends that, and names the parameters no gradient has reached.
+
+    In fp32 a gradient lies in the arena before it is computed, so its absence cannot be seen there: it is zero.
+    """
+    missing = {id(p): name for arena in arenas for name, p in arena.parameters.items()}
+
+    def reach(parameter: Tensor) -> None:
+        missing.pop(id(parameter), None)
+
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(reach)
+        for arena in arenas
+        for parameter in arena.parameters.values()
+    ]
+
+    def finish() -> list[str]:
+        for hook in hooks:
+            hook.remove()
+        return list(missing.values())
+
+    return finish
+
+
 def make_arenas(
     live: dict[str, nn.Parameter], group_of: Callable[[str, nn.Parameter], Group], shards: int = 1
 ) -> list[Arena]:

@@ -1,9 +1,10 @@
-"""`somaspeed-bench kernels`: the arena update against its rivals and the bandwidth floor, on a CUDA device."""
+"""`somaspeed-bench kernels`: arena update and pointwise chains against their rivals, on a CUDA device."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,14 @@ from torch import Tensor
 
 from somaspeed.config import ConfigError
 from somaspeed.kernels.adamw import adamw, adamw_reference
+from somaspeed.kernels.pointwise import (
+    FlowLoss,
+    GatedNorm,
+    GeGLU,
+    flow_reference,
+    gated_norm_reference,
+    geglu_reference,
+)
 
 SETTINGS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 BYTES = 4 * 4 + 3 * 4 + 2  # per parameter: gradient, master and moments read; the latter three and the copy written
@@ -66,13 +75,50 @@ def measure(parameters: int, repeats: int) -> dict[str, Any]:
     }
 
 
+def measure_chains(batch: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Milliseconds forward and backward of each of the expert's pointwise chains, at π0.5's published widths, bf16."""
+    steps, width, hidden, dimensions = 50, 1024, 4096, 32
+
+    def random(*shape: int, learned: bool = True) -> Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_(learned)
+
+    x, y = random(batch, steps, width), random(batch, steps, width)
+    noise, actions = (random(batch, steps, dimensions, learned=False) for _ in range(2))
+    chains: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] = {
+        "gated norm": (GatedNorm.apply, gated_norm_reference, (x, y, *(random(batch, width) for _ in range(3)), 1e-6)),
+        "geglu": (GeGLU.apply, geglu_reference, (random(batch, steps, hidden), random(batch, steps, hidden))),
+        "flow loss": (FlowLoss.apply, flow_reference, (noise, actions, random(batch, steps, dimensions), 7)),
+    }
+    times = {}
+    for name, (kernel, reference, inputs) in chains.items():
+        compiled = torch.compile(reference)
+        times[name] = {
+            "triton": milliseconds(partial(both_ways, kernel, inputs), repeats),
+            "torch_compile": milliseconds(partial(both_ways, compiled, inputs), repeats),
+            "eager": milliseconds(partial(both_ways, reference, inputs), repeats),
+        }
+    return times
+
+
+def both_ways(chain: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
+    outputs = chain(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    learned = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
+    torch.autograd.grad(outputs, learned, [torch.ones_like(output) for output in outputs])
+
+
 def copy(source: Tensor, target: Tensor) -> None:
     target.copy_(source)
 
 
 def add_command(commands: Any) -> None:
-    parser = commands.add_parser("kernels", help="the fused update against its rivals, on a CUDA device")
+    parser = commands.add_parser(
+        "kernels", help="fused update and pointwise chains against their rivals, on a CUDA device"
+    )
     parser.add_argument("--parameters", type=int, default=430_098_464, metavar="N", help="live (default: %(default)s)")
+    parser.add_argument(
+        "--batch", type=int, default=32, metavar="N", help="samples of the chains (default: %(default)s)"
+    )
     parser.add_argument("--repeats", type=int, default=20, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the document here")
     parser.set_defaults(run=run)
@@ -85,4 +131,8 @@ def run(arguments: Any) -> dict[str, Any]:
     print(f"{document['parameters']:,} parameters on {document['device']}, milliseconds per update")
     for name in ("floor", "triton", "torch_fused", "torch_compile", "eager"):
         print(f"{name:<16}{document[name]:>10.3f}{document[name] / document['floor']:>8.2f} × floor")
+    document["chains"] = measure_chains(arguments.batch, arguments.repeats)
+    print(f"pointwise chains at batch {arguments.batch}, bf16, milliseconds forward and backward")
+    for name, times in document["chains"].items():
+        print(f"{name:<16}" + "".join(f"{rival} {time:.3f}  " for rival, time in times.items()))
     return document

@@ -110,6 +110,19 @@ class Policy[InputsT, PrefixT](abc.ABC):
     def live_parameters(self) -> dict[str, nn.Parameter]:
         """The trainable parameters that receive gradients, by their LeRobot names, in the module's order."""
 
+    def left_out(self) -> dict[str, int]:
+        """What LeRobot marks as trainable and no gradient ever reaches: name → number of elements, e.g. unused heads.
+
+        A table of which some rows train counts with the others.
+        """
+        live = self.live_parameters()
+        rest = {}
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                parts = (part.numel() for key, part in live.items() if key == name or key.startswith(f"{name}["))
+                rest[name] = parameter.numel() - sum(parts)
+        return {name: elements for name, elements in rest.items() if elements}
+
     def group_of(self, name: str, parameter: nn.Parameter) -> Group:
         """How a live parameter is updated; by default all alike, with weight decay."""
         return Group()

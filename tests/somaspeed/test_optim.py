@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from somaspeed.optim import Arena, ArenaAdamW, Group, make_arenas
+from somaspeed.optim import Arena, ArenaAdamW, Group, make_arenas, watch_gradients
 from tests.somaspeed.cases import tiny_config
 
 
@@ -92,6 +92,15 @@ def test_parameters_keep_their_place_and_leaving_it_is_noticed():
     live["c"].data = live["c"].data.clone()
     with pytest.raises(AssertionError, match="c has left the arena"):
         arena.check()
+
+
+def test_parameters_without_a_gradient_are_named():
+    live = parameters() | {"narrow": nn.Parameter(torch.ones(2, dtype=torch.bfloat16))}
+    arenas = arenas_of(live)
+    unreached = watch_gradients(arenas)
+    (live["a"].sum() + live["narrow"].float().sum()).backward()
+    assert sorted(unreached()) == sorted(set(live) - {"a", "narrow"})
+    live["b"].sum().backward()  # no longer watched
 
 
 def test_state_round_trip_continues_bit_for_bit():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -23,20 +24,34 @@ STEPS = 20
 
 def run(output: Path, shards: Path, ranks: int, microbatch: int, extra: tuple[str, ...] = ()) -> list[dict]:
     """Train `STEPS` updates of global batch 8 at lr 1e-3 without warm-up; returns the logged lines."""
-    subprocess.run(
-        command(output, shards, ranks, microbatch, extra),
-        cwd=ROOT,
-        check=True,
-        stdout=subprocess.DEVNULL,
-        timeout=300,
-    )
+    train(output, shards, ranks, microbatch, extra)
     return logged(output)
 
 
-def command(output: Path, shards: Path, ranks: int, microbatch: int, extra: tuple[str, ...] = ()) -> list[str]:
+def train(
+    output: Path,
+    shards: Path,
+    ranks: int,
+    microbatch: int,
+    extra: tuple[str, ...] = (),
+    module: str = "somaspeed.train",
+) -> str:
+    """Run the command; returns what it printed."""
+    arguments = command(output, shards, ranks, microbatch, extra, module)
+    return subprocess.run(arguments, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=300).stdout
+
+
+def command(
+    output: Path,
+    shards: Path,
+    ranks: int,
+    microbatch: int,
+    extra: tuple[str, ...] = (),
+    module: str = "somaspeed.train",
+) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     return [
-        *(sys.executable, *launcher, "-m", "somaspeed.train"),
+        *(sys.executable, *launcher, "-m", module),
         *("--config", str(ROOT / "configs/pi05/somaspeed-tiny.toml"), "--shards", str(shards)),
         *(
             (f"output={output}", f"training.steps={STEPS}")
@@ -60,9 +75,11 @@ def weights(output: Path) -> dict[str, torch.Tensor]:
 def test_layouts_give_the_same_run(tmp_path, sample_dir):
     """One rank, two, two sharded, four, one with accumulation: losses, norms and tensors up to reduction order."""
     reference = run(tmp_path / "one", sample_dir, ranks=1, microbatch=8)
-    cases = {"two": (2, 4), "sharded": (2, 4, ("parallel.shard=2",)), "accumulated": (1, 2), "four": (4, 2)}
+    printed = train(tmp_path / "two", sample_dir, 2, 4, module="tests.somaspeed.counted_train")
+    check_traffic(printed)
+    cases = {"two": None, "sharded": (2, 4, ("parallel.shard=2",)), "accumulated": (1, 2), "four": (4, 2)}
     for name, case in cases.items():
-        lines = run(tmp_path / name, sample_dir, *case)
+        lines = run(tmp_path / name, sample_dir, *case) if case else logged(tmp_path / name)
         assert [line["position"] for line in lines] == [line["position"] for line in reference]
         for key in ("loss", "grad_norm"):
             for a, b in zip(reference, lines, strict=True):
@@ -71,6 +88,17 @@ def test_layouts_give_the_same_run(tmp_path, sample_dir):
         one, other = weights(tmp_path / "one"), weights(tmp_path / name)
         for key, tensor in one.items():
             torch.testing.assert_close(other[key], tensor, rtol=1e-2, atol=1e-4)
+
+
+def check_traffic(printed: str) -> None:
+    """What rank 0 sent in the whole run: the live gradients once an update, and numbers for the log; no weights."""
+    sent = json.loads(re.findall("^COUNTED (.*)$", printed, re.MULTILINE)[0])
+    total, tensors = (
+        int(text.replace(",", "")) for text in re.findall(r"([\d,]+) parameters in (\d+) tensors", printed)[0]
+    )
+    assert set(sent) == {"all_reduce"}
+    least = STEPS * 4 * total
+    assert least <= sent["all_reduce"] <= least + STEPS * 4 * 64 * (tensors + 1) + 1e5  # alignment, log
 
 
 def test_a_killed_rank_is_named_and_another_layout_resumes(tmp_path, sample_dir):
