@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from lerobot.policies.common.vla_utils import create_sinusoidal_pos_embedding
 from lerobot.policies.pi05.modeling_pi05 import PI05Pytorch
 from torch import Tensor, nn
+from transformers.models.gemma.modeling_gemma import GemmaMLP
 
 
 def rotary_tables(inverse_frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,8 +87,15 @@ def prefix_kv(core: PI05Pytorch, images: Tensor, tokens: Tensor, lengths: Tensor
             break
         query = rotate(attention.q_proj(hidden).unflatten(-1, (-1, attention.head_dim)), tables)
         x = x + attention.o_proj(attend(query, key, value, attention.scaling, bias))
-        x = x + layer.mlp(layer.post_attention_layernorm(x)[0].to(compute))
+        x = x + feed_forward(layer.mlp, layer.post_attention_layernorm(x)[0].to(compute))
     return torch.stack(collected, dim=1)
+
+
+def feed_forward(mlp: GemmaMLP, hidden: Tensor) -> Tensor:
+    """Gemma's MLP, [B, P, W] → [B, P, W], overwriting its widest activations: without autograd nobody reads them."""
+    gate = mlp.gate_proj(hidden)
+    torch.ops.aten.gelu_(gate, approximate="tanh")
+    return mlp.down_proj(gate.mul_(mlp.up_proj(hidden)))
 
 
 def time_condition(core: PI05Pytorch, time: Tensor) -> Tensor:
