@@ -28,7 +28,7 @@ from somaspeed.cache import SHARED_MEMORY, PrefixCache, open_cache, read_bandwid
 from somaspeed.config import Config, ConfigError
 from somaspeed.metrics import PhaseTimer
 from somaspeed.parallel import Ranks
-from somaspeed.policies.base import Policy
+from somaspeed.policies.base import CacheSlot, Policy
 
 LAYOUT = 1  # of the slots and of what computes them; raise it when the frozen forward changes
 
@@ -206,16 +206,26 @@ class CachedPrefix:
         self.cache.close()
 
 
+def cache_place(config: Config, policy: Policy) -> tuple[Path, CacheSlot, torch.dtype]:
+    """Where the prefix cache of a run lies, the shape of its slots, and the dtype they are stored in.
+
+    Raises PolicyError when the recipe rules a cache out.
+    """
+    default = Path(config.output).parent / "prefix_cache"
+    if config.prefix.cache == "memory":
+        root = SHARED_MEMORY / f"somaspeed-{os.getuid()}"
+    else:
+        root = Path(config.prefix.directory or default)
+    slot = policy.cache_slot()
+    return root, slot, torch.bfloat16 if config.prefix.dtype == "bfloat16" else slot.compute_dtype
+
+
 def open_cached_prefix(config: Config, ranks: Ranks, reader: ShardReader, policy: Policy) -> CachedPrefix:
     """Open the cache that belongs to this policy, its frozen weights and these shards; say what it holds.
 
     Raises PolicyError when the recipe rules a cache out and ConfigError, with the numbers, when it does not fit.
     """
-    in_memory = config.prefix.cache == "memory"
-    default = Path(config.output).parent / "prefix_cache"
-    root = SHARED_MEMORY / f"somaspeed-{os.getuid()}" if in_memory else Path(config.prefix.directory or default)
-    slot = policy.cache_slot()
-    dtype = torch.bfloat16 if config.prefix.dtype == "bfloat16" else slot.compute_dtype
+    root, slot, dtype = cache_place(config, policy)
     key = {
         "policy": policy.name,
         "of": policy.cache_key(),
@@ -236,7 +246,7 @@ def open_cached_prefix(config: Config, ranks: Ranks, reader: ShardReader, policy
             flush=True,
         )
         ranks.barrier()
-    bandwidth = None if in_memory else read_bandwidth(cache.directory)
+    bandwidth = None if config.prefix.cache == "memory" else read_bandwidth(cache.directory)
     spare = config.data.prefetch + 2
     return CachedPrefix(cache, policy, bandwidth, config.training.microbatch, spare, pinned=ranks.device.type == "cuda")
 

@@ -14,9 +14,11 @@ from rich.table import Table
 from dataio.blocks import describe
 from dataio.manifest import DataError, Manifest
 from dataio.reader import ShardReader
+from dataio.slots import free_bytes
 from somaspeed.config import Config
 from somaspeed.data import decode_device, frame_cache_place_of
 from somaspeed.policies.base import Policy
+from somaspeed.prefix import cache_place
 
 
 def report(
@@ -105,11 +107,45 @@ def check_room(config: Config, reader: ShardReader, policy: Policy) -> list[str]
             "lower training.microbatch or data.prefetch."
         )
     lines = [f"{buffers / 1e9:.2f} GB of host memory per rank for the loader's buffers, {free / 1e9:.1f} GB are free"]
+    if config.prefix.cache != "off":
+        lines.append(check_prefix_cache(config, policy, len(reader)))
+    if config.model.path and (stored := stored_bytes(Path(config.model.path).expanduser())):
+        free = free_bytes(Path(config.output))
+        if 2 * stored > free:  # one while it is written, beside the one before
+            raise DataError(
+                f"a checkpoint takes at least {stored / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free for "
+                f"{config.output}; set output to another disk."
+            )
+        lines.append(
+            f"{stored / 1e9:.2f} GB and the optimizer's state for every checkpoint, {free / 1e9:.1f} GB are free"
+        )
     place = frame_cache_place_of(config, reader, policy.cameras, decode_device(policy.device))
     if place:
         place.check_room()
         lines.append(f"{place.samples * place.slot_bytes / 1e9:.2f} GB for the frame cache in {place.root}")
     return lines
+
+
+def check_prefix_cache(config: Config, policy: Policy, samples: int) -> str:
+    """The size of the prefix cache, in words. Raises PolicyError when the recipe rules one out, and DataError when it
+    does not fit beside what is there already.
+    """
+    root, slot, dtype = cache_place(config, policy)
+    needed = samples * math.prod(slot.shape) * dtype.itemsize
+    present = sum(file.stat().st_blocks * 512 for file in root.glob("*/slots.bin"))
+    free = free_bytes(root)
+    text = f"{needed / 1e9:.2f} GB for the prefix cache in {root}, {free / 1e9:.1f} GB are free"
+    if needed > present + free:
+        raise DataError(
+            f"prefix.cache: {samples} slots of {needed / samples / 1e6:.2f} MB need {text}. "
+            'Set prefix.directory to a larger disk, or prefix.cache = "off".'
+        )
+    return text
+
+
+def stored_bytes(checkpoint: Path) -> int:
+    """The size of the weights in a local checkpoint directory; 0 where there is none."""
+    return sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
 
 
 def check_disk(output: Path) -> None:

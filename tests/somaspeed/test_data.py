@@ -69,17 +69,22 @@ def test_the_order_follows_from_where_the_shards_are(sample_dir: Path, monkeypat
 # ---- preflight
 
 
-def report(reader: ShardReader, **changes: object) -> None:
-    config = tiny_config()
-    config = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, **changes))
+def report(reader: ShardReader, path: str = "", block: int = 0, **sections: dict[str, object]) -> None:
+    """The preflight of the tiny configuration with keys replaced; `path` as if its weights came from there."""
+    config = tiny_config(**sections)
     policy = policy_class(config.model.name)(config, reader.manifest, torch.device("cpu"))
-    preflight.report(config, reader, policy, np.arange(len(reader)), 0, 2 if changes else 0, 1)
+    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=path))
+    preflight.report(config, reader, policy, np.arange(len(reader)), 0, block, 1)
 
 
-def test_the_preflight_is_quick_and_complete(sample_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_preflight_is_quick_and_complete(
+    sample_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Imports apart; on the sample, hashes of all files included."""
     started = time.process_time()
-    report(ShardReader(sample_dir, verify="full"), frame_cache="disk", frame_cache_directory="/tmp/nowhere")
+    (tmp_path / "model.safetensors").write_bytes(bytes(10**6))
+    caches = {"data": {"frame_cache": "disk", "frame_cache_directory": "/tmp/nowhere"}, "prefix": {"cache": "disk"}}
+    report(ShardReader(sample_dir, verify="full"), path=str(tmp_path), block=2, **caches)
     assert time.process_time() - started < 5
     out = capsys.readouterr().out
     for text in (
@@ -87,6 +92,8 @@ def test_the_preflight_is_quick_and_complete(sample_dir: Path, capsys: pytest.Ca
         "order    block-shuffled",
         "GB of host memory per rank",
         "for the frame cache in /tmp/nowhere",
+        "0.02 GB for the prefix cache in prefix_cache",
+        "0.00 GB and the optimizer's state for every checkpoint",
         "camera   image (256×256)",
         "at 10 fps",
         "observation.state",
@@ -96,12 +103,21 @@ def test_the_preflight_is_quick_and_complete(sample_dir: Path, capsys: pytest.Ca
     assert not Path("/tmp/nowhere").exists()
 
 
-def test_the_preflight_refuses_what_does_not_fit(sample_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_preflight_refuses_what_does_not_fit(
+    sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(10**6))
     reader = ShardReader(sample_dir, verify="size")
+    with monkeypatch.context() as patch:
+        patch.setattr(preflight, "free_bytes", lambda directory: 10**6)
+        with pytest.raises(DataError, match=r"prefix.cache: 524 slots of .* need .* 0\.0 GB are free\. Set prefix"):
+            report(reader, prefix={"cache": "disk"})
+        with pytest.raises(DataError, match=r"a checkpoint takes at least .* and 0\.00 GB are free for"):
+            report(reader, path=str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr("dataio.slots.free_bytes", lambda directory: 10**6)
         with pytest.raises(DataError, match=r"frame_cache: 524 slots of 0\.39 MB need 0\.2 GB"):
-            report(reader, frame_cache="disk", frame_cache_directory="/tmp/nowhere")
+            report(reader, data={"frame_cache": "disk", "frame_cache_directory": "/tmp/nowhere"})
     monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
     with pytest.raises(DataError, match=r"buffers take .* GB of memory per rank and 0\.00 GB are free"):
         report(reader)
