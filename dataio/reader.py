@@ -240,10 +240,12 @@ class ShardReader:
         try:
             with safe_open(path, framework="np") as file:
                 check_metadata(path, shard, file.metadata() or {})
-                absent = sorted(whole.keys() - set(file.keys()))
+                present = set(file.keys())
+                absent = sorted(whole.keys() - present)
                 if absent:
                     raise DataError(
-                        f"{path}: lacks {', '.join(absent)}, which the manifest lists. Shard again."
+                        f"{path}: lacks {', '.join(absent)}, which the manifest lists; it has "
+                        f"{', '.join(sorted(present))}. Shard again."
                     )
                 for name, array in whole.items():
                     part = file.get_tensor(name)

@@ -10,6 +10,7 @@ import argparse
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
 from multiprocessing.connection import Connection
@@ -103,13 +104,15 @@ def measure(names: list[str], task: Task, seconds: float, repeats: int) -> dict[
     turns: dict[str, list[Turn]] = {name: [] for name in names}
     try:
         for name in names:
+            print(f"preparing {name}", file=sys.stderr)
             ours, theirs = context.Pipe()
             process = context.Process(target=take_turns, args=(name, task, theirs))  # it has children of its own
             process.start()
             theirs.close()
             feeds[name] = process, ours
             receive(name, ours)
-        for _ in range(repeats):
+        for number in range(repeats):
+            print(f"turn {number + 1} of {repeats}", file=sys.stderr)
             for name, (_, connection) in feeds.items():
                 connection.send(seconds)
                 turns[name].append(msgspec.convert(receive(name, connection), Turn))

@@ -191,6 +191,10 @@ def test_column_that_the_index_lacks(broken: Path) -> None:
     save_manifest(broken, msgspec.structs.replace(manifest, columns=columns))
     with pytest.raises(DataError, match=r"lacks column\.observation\.force"):
         ShardReader(broken)
+    cameras = [msgspec.structs.replace(manifest.cameras[0], name="top"), *manifest.cameras[1:]]
+    save_manifest(broken, msgspec.structs.replace(manifest, cameras=cameras))
+    with pytest.raises(DataError, match=r"lacks top\.crc32, .*, which the manifest lists; it has .*image\.crc32"):
+        ShardReader(broken)
     columns = [msgspec.structs.replace(manifest.columns[0], shape=(4,)), *manifest.columns[1:]]
     save_manifest(broken, msgspec.structs.replace(manifest, columns=columns))
     with pytest.raises(DataError, match=r"the manifest says float32 \[9, 4\]"):
