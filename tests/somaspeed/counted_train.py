@@ -1,10 +1,14 @@
-"""`somaspeed.train` with every collective counted: rank 0 prints a line of the bytes it handed to each kind."""
+"""`somaspeed.train` on several ranks with every collective counted."""
 
 from __future__ import annotations
 
 import collections
-import json
-import sys
+import contextlib
+import io
+import multiprocessing
+import os
+import socket
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
@@ -50,8 +54,33 @@ def count() -> collections.Counter[str]:
     return sent
 
 
-if __name__ == "__main__":
-    counter = count()
-    status = main()
-    print("COUNTED " + json.dumps(counter), flush=True)
-    sys.exit(status)
+def run(rank: int, ranks: int, port: int, arguments: list[str], connection: Connection) -> None:
+    """One rank: train, then send exit status, what was printed, and the bytes sent by collective."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    sent, printed = count(), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        status = main(arguments)
+    connection.send((status, printed.getvalue(), sent))
+
+
+def train_on(ranks: int, arguments: list[str]) -> tuple[str, collections.Counter[str]]:
+    """Train on so many ranks, started as torchrun would but with everything imported; what rank 0 printed and sent."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "somaspeed.policies.pi05"])
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
+    processes = [
+        context.Process(target=run, args=(rank, ranks, port, arguments, pipes[rank][1])) for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    for _, sending in pipes:
+        sending.close()
+    results = [receiving.recv() for receiving, _ in pipes]
+    for process in processes:
+        process.join()
+    assert [status for status, *_ in results] == [0] * ranks
+    return results[0][1:]

@@ -17,47 +17,29 @@ from safetensors.torch import load_file
 from somaspeed.config import ConfigError, ParallelConfig
 from somaspeed.parallel import Ranks
 from somaspeed.reduction import Layout
+from somaspeed.train import main
 from tests.conftest import ROOT
+from tests.somaspeed.counted_train import train_on
 
 STEPS = 20
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def run(output: Path, shards: Path, ranks: int, microbatch: int, extra: tuple[str, ...] = ()) -> list[dict]:
     """Train `STEPS` updates of global batch 8 at lr 1e-3 without warm-up; returns the logged lines."""
-    train(output, shards, ranks, microbatch, extra)
+    arguments = options(output, shards, microbatch, extra)
+    if ranks == 1:
+        assert main(arguments) == 0
+    else:
+        check_traffic(*train_on(ranks, arguments), sharded="parallel.shard=2" in extra)
     return logged(output)
 
 
-def train(
-    output: Path,
-    shards: Path,
-    ranks: int,
-    microbatch: int,
-    extra: tuple[str, ...] = (),
-    module: str = "somaspeed.train",
-) -> str:
-    """Run the command; returns what it printed."""
-    arguments = command(output, shards, ranks, microbatch, extra, module)
-    return subprocess.run(arguments, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=300).stdout
-
-
-def command(
-    output: Path,
-    shards: Path,
-    ranks: int,
-    microbatch: int,
-    extra: tuple[str, ...] = (),
-    module: str = "somaspeed.train",
-) -> list[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+def options(output: Path, shards: Path, microbatch: int, extra: tuple[str, ...] = ()) -> list[str]:
+    resumed = "--resume" in extra
     return [
-        *(sys.executable, *launcher, "-m", module),
         *("--config", str(ROOT / "configs/pi05/somaspeed-tiny.toml"), "--shards", str(shards)),
-        *(
-            (f"output={output}", f"training.steps={STEPS}")
-            if "--resume" not in extra
-            else ("--resume", f"output={output}")
-        ),
+        *(("--resume", f"output={output}") if resumed else (f"output={output}", f"training.steps={STEPS}")),
         *(f"training.microbatch={microbatch}", "training.global_batch=8", "training.lr=1e-3"),
         *("training.warmup_steps=0", "training.log_every=1", "training.save_every=20"),
         *(argument for argument in extra if argument != "--resume"),
@@ -75,11 +57,9 @@ def weights(output: Path) -> dict[str, torch.Tensor]:
 def test_layouts_give_the_same_run(tmp_path, sample_dir):
     """One rank, two, two sharded, four, one with accumulation: losses, norms and tensors up to reduction order."""
     reference = run(tmp_path / "one", sample_dir, ranks=1, microbatch=8)
-    printed = train(tmp_path / "two", sample_dir, 2, 4, module="tests.somaspeed.counted_train")
-    check_traffic(printed)
-    cases = {"two": None, "sharded": (2, 4, ("parallel.shard=2",)), "accumulated": (1, 2), "four": (4, 2)}
+    cases = {"two": (2, 4), "sharded": (2, 4, ("parallel.shard=2",)), "accumulated": (1, 2), "four": (4, 2)}
     for name, case in cases.items():
-        lines = run(tmp_path / name, sample_dir, *case) if case else logged(tmp_path / name)
+        lines = run(tmp_path / name, sample_dir, *case)
         assert [line["position"] for line in lines] == [line["position"] for line in reference]
         for key in ("loss", "grad_norm"):
             for a, b in zip(reference, lines, strict=True):
@@ -90,15 +70,19 @@ def test_layouts_give_the_same_run(tmp_path, sample_dir):
             torch.testing.assert_close(other[key], tensor, rtol=1e-2, atol=1e-4)
 
 
-def check_traffic(printed: str) -> None:
-    """What rank 0 sent in the whole run: the live gradients once an update, and numbers for the log; no weights."""
-    sent = json.loads(re.findall("^COUNTED (.*)$", printed, re.MULTILINE)[0])
-    total, tensors = (
-        int(text.replace(",", "")) for text in re.findall(r"([\d,]+) parameters in (\d+) tensors", printed)[0]
-    )
-    assert set(sent) == {"all_reduce"}
-    least = STEPS * 4 * total
-    assert least <= sent["all_reduce"] <= least + STEPS * 4 * 64 * (tensors + 1) + 1e5  # alignment, log
+def check_traffic(printed: str, sent: dict[str, int], sharded: bool) -> None:
+    """What rank 0 sent in the whole run: the live gradients once an update, and numbers for the log; no weights, but
+    those that its shard updated.
+    """
+    found = re.findall(r"([\d,]+) parameters in (\d+) tensors", printed)[0]
+    total, tensors = (int(text.replace(",", "")) for text in found)
+    least, padding, log = STEPS * 4 * total, STEPS * 4 * 64 * (tensors + 1), 1e5
+    gradients = sent.pop("reduce_scatter_tensor" if sharded else "all_reduce")
+    assert least <= gradients <= least + padding + log
+    if sharded:
+        assert sent.pop("all_reduce") <= log
+        assert least / 2 <= sent.pop("all_gather_into_tensor") <= (least + padding) / 2 + log
+    assert not sent, "no other collective"
 
 
 def test_a_killed_rank_is_named_and_another_layout_resumes(tmp_path, sample_dir):
@@ -107,7 +91,11 @@ def test_a_killed_rank_is_named_and_another_layout_resumes(tmp_path, sample_dir)
     # Enough steps that the kill comes before the end, on a schedule that the resumed run shares.
     long = ("parallel.shard=2", "training.steps=5000", "training.save_every=4")
     process = subprocess.Popen(
-        command(output, sample_dir, 2, 4, long), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [sys.executable, *TORCHRUN, "-m", "somaspeed.train", *options(output, sample_dir, 4, long)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     deadline = time.monotonic() + 200
     while not (output / "checkpoints" / "last").exists():
