@@ -67,6 +67,21 @@ def test_loss_and_gradients_equal_native_at_its_own_initialisation(sample, sampl
     assert loss <= 1e-5 and gradient <= 1e-5
 
 
+def test_real_depths_and_token_counts_agree(sample):
+    """At `mid`, as it trains: 24 vision layers, 16 language layers, 32 blocks of the head, ragged prompts and chunks.
+
+    LeRobot's initialisation, float32, dropout under the same random state.
+    """
+    policy = Groot(groot_config(model={"size": "mid"}), sample.manifest, torch.device("cpu"))
+    with sized("mid", seed=1):
+        policy.attach(GrootPolicy(policy.lerobot_config))
+    batch = first_batch(policy, sample, [0, len(sample) - 1])
+    lengths, valid = batch.extra["lengths"].tolist(), batch.extra["valid"].sum(1).tolist()
+    assert lengths[0] > lengths[1] > 150 and valid == [40, 1]
+    loss, gradient = compare(policy, batch, training=True)
+    assert loss <= 1e-5 and gradient <= 1e-5
+
+
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("chunk", [40, 16, 7])
 def test_loss_and_gradients_equal_native_with_sharp_weights(sample, samples, sharp, chunk, training):

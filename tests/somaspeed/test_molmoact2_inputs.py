@@ -15,8 +15,8 @@ from torchvision.transforms.v2 import functional as tv
 from dataio.batch import Batch
 from dataio.loader import batches
 from dataio.reader import ShardReader
-from somaspeed.policies.augmentation import NAMES, ImageAugmentation
 from somaspeed.policies.molmoact2 import MolmoAct2
+from somaspeed.policies.molmoact2.augmentation import NAMES, ImageAugmentation, changed
 from somaspeed.policies.molmoact2.images import patches, pooling_index, resize, resize_exactly, unpatch
 from tests.somaspeed.cases import first_batch, loaded_policy
 from tests.somaspeed.molmoact2_cases import molmoact2_config, native_batch
@@ -151,6 +151,16 @@ def test_augmentation_is_torchvisions(sample):
     assert (frames.int() - found.int()).abs().float().mean() > 1, "it must change something"
 
 
+def test_one_by_one_and_all_together_are_the_same_bits(sample):
+    """A CPU runs what an image drew; a device all transforms for all images."""
+    frames = next(all_frames(sample)).repeat(4, 1, 1, 1)
+    augmentation = ImageAugmentation()
+    generator = np.random.default_rng(3)
+    draws = torch.from_numpy(np.array([augmentation.draw(generator, 256, 256) for _ in frames])).float()
+    assert torch.equal(augmentation(frames, draws), changed(frames, draws, set(NAMES)))
+    assert not torch.equal(augmentation(frames, draws), changed(frames, draws, set(NAMES[1:])))
+
+
 def test_an_image_that_drew_nothing_stays_as_it_is(sample):
     frames = next(all_frames(sample))
     neutral = torch.tensor([1, 1, 1, 0, 1, 0, 0, 1, 0, 0, 0, 1, 0.0]).repeat(len(frames), 1)
@@ -174,19 +184,19 @@ def augmenting(sample) -> MolmoAct2:
     return loaded_policy(molmoact2_config(model={"image_augmentation": True}), sample)
 
 
-def changed(policy: MolmoAct2, batch: Batch) -> Tensor:
+def seen(policy: MolmoAct2, batch: Batch) -> Tensor:
     return policy.prepare(batch).patches
 
 
 def test_augmentation_depends_on_the_samples_position_alone(augmenting, policy, sample):
     one, two = first_batch(augmenting, sample, [3, 40, 5]), first_batch(augmenting, sample, [3, 40, 5])
-    assert torch.equal(changed(augmenting, one), changed(augmenting, two))
+    assert torch.equal(seen(augmenting, one), seen(augmenting, two))
     draws = one.extra["augmentation"]
     assert draws.shape == (3, 2, 13) and len(draws.flatten(0, 1).unique(dim=0)) == 6
-    assert not torch.equal(changed(augmenting, one), changed(policy, first_batch(policy, sample, [3, 40, 5])))
+    assert not torch.equal(seen(augmenting, one), seen(policy, first_batch(policy, sample, [3, 40, 5])))
     with torch.no_grad():  # as in the held-out evaluation
-        plain = changed(augmenting, one)
-    assert torch.equal(plain, changed(policy, first_batch(policy, sample, [3, 40, 5])))
+        plain = seen(augmenting, one)
+    assert torch.equal(plain, seen(policy, first_batch(policy, sample, [3, 40, 5])))
 
 
 def test_a_cache_is_refused_with_augmentation(sample):

@@ -63,14 +63,19 @@ def test_loss_and_gradients_equal_native(sample, seed, enabled):
 
 
 def test_mid_size_equals_native(sample):
-    """Real token counts, both cameras: the image tokens of 378 pixels, left pads and a padded chunk."""
+    """Real token counts, both cameras: the image tokens of 378 pixels, left pads and a padded chunk.
+
+    With LeRobot's checkpointing and without.
+    """
     policy = loaded_policy(molmoact2_config("mid", model={"numerics": "native"}), sample)
     batch = first_batch(policy, sample, [0, 523])
     assert batch.extra["lengths"].tolist() == [496, 494]
-    loss, gradient = native(policy, batch)
     found, our_gradient = ours(policy, batch)
-    assert abs(found - loss) <= TOLERANCE * loss
-    assert worst(gradient, our_gradient) <= TOLERANCE
+    for enabled in (False, True):
+        with checkpointing(policy, enabled):
+            loss, gradient = native(policy, batch)
+        assert abs(found - loss) <= TOLERANCE * loss
+        assert worst(gradient, our_gradient) <= TOLERANCE
 
 
 @pytest.mark.parametrize("mistake", ["positions without the offset", "one image token masked", "two times swapped"])

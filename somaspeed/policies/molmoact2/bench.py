@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -190,30 +191,40 @@ def native_meta_loss(module: MolmoAct2Policy) -> Tensor:
 def flops(size: str) -> dict[str, Any]:
     """TFLOP per sample, forward and backward, at the LIBERO recipe, counted on the meta device at batch 1.
 
-    Ours runs the mean prompt rounded up, native the longest, to which it pads. Layers of language model and expert are
-    alike, so one and two of them are counted, and the rest follows. That all of our step runs on the meta device also
-    shows that nothing in it reads a value: there is no host sync.
+    Ours runs the mean prompt rounded up, native the longest, to which it pads. Ours pads a batch as well, to its
+    longest rounded up: a batch with the longest prompt computes what `longest_prompt` says. Layers of language model
+    and expert are alike, so one and two of them are counted, and the rest follows. That all of our step runs on the
+    meta device also shows that nothing in it reads a value: there is no host sync.
     """
     whole = SIZES[size]
-    one, two = (count(msgspec.structs.replace(whole, text=replaced_depth(whole, depth))) for depth in (1, 2))
-    rest = whole.text.depth - 1
-    counted = {name: (one[name] + rest * (two[name] - one[name])) / 1e12 for name in one}
+    split = over_depth(whole, functools.partial(count, text=TEXT))
+    native = {name: split["vision"] + value for name, value in over_depth(whole, count_native).items()}
     module = meta_policy(whole)
-    split = {name: counted[name] for name in SPLIT}
-    native = {variant.name: counted["vision"] + counted[variant.name] for variant in VARIANTS}
-    total = sum(split.values())
     return {
         "policy": "molmoact2",
         "size": size,
         "parameters": sum(p.numel() for p in module.parameters()),
         "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
         "native": next(native[variant.name] for variant in VARIANTS if variant.published),
-        "somaspeed": total,
-        "somaspeed_cached": total - split["vision"],
+        **summed(split),
         "native_variants": native,
         "somaspeed_split": split,
-        "tokens": {"somaspeed": prompt_length(whole), "native": image_tokens(whole) + NATIVE_TEXT},
+        "longest_prompt": summed(over_depth(whole, functools.partial(count, text=NATIVE_TEXT))),
+        "tokens": {"somaspeed": prompt_length(whole, TEXT), "native": image_tokens(whole) + NATIVE_TEXT},
     }
+
+
+def summed(split: dict[str, float]) -> dict[str, float]:
+    """The whole step, and the step whose connector features come from the cache."""
+    total = sum(split.values())
+    return {"somaspeed": total, "somaspeed_cached": total - split["vision"]}
+
+
+def over_depth(size: Size, counting: Callable[[Size], dict[str, int]]) -> dict[str, float]:
+    """What `counting` finds, in TFLOP, extrapolated from one and two layers to all of them."""
+    one, two = (counting(msgspec.structs.replace(size, text=replaced_depth(size, depth))) for depth in (1, 2))
+    rest = size.text.depth - 1
+    return {name: (one[name] + rest * (two[name] - one[name])) / 1e12 for name in one}
 
 
 def replaced_depth(size: Size, depth: int) -> Text:
@@ -225,16 +236,16 @@ def image_tokens(size: Size) -> int:
     return LIBERO_CAMERAS * len(pooling_index(size.vision.resolution // PATCH))
 
 
-def prompt_length(size: Size) -> int:
-    """Tokens of a batch whose longest prompt is the mean one."""
-    return -(-(image_tokens(size) + TEXT) // MULTIPLE) * MULTIPLE
+def prompt_length(size: Size, text: int) -> int:
+    """Tokens of a batch whose longest prompt has `text` beside the image patches."""
+    return -(-(image_tokens(size) + text) // MULTIPLE) * MULTIPLE
 
 
-def count(size: Size) -> dict[str, int]:
-    """FLOP of each part of our step, by the names of `SPLIT`, and of each native variant without its vision."""
+def count(size: Size, text: int) -> dict[str, int]:
+    """FLOP of each part of our step, by the names of `SPLIT`, with `text` tokens beside the image patches."""
     module = meta_policy(size)
     core = module.model.model
-    images, length = image_tokens(size), prompt_length(size)
+    images, length = image_tokens(size), prompt_length(size, text)
     side = size.vision.resolution // PATCH
     times = module.config.num_flow_timesteps
     with torch.device("meta"):
@@ -256,8 +267,12 @@ def count(size: Size) -> dict[str, int]:
         loss = flow_loss(velocity[..., :LIBERO_ACTION], actions, noise[..., :LIBERO_ACTION], valid, False)
     with counters[3]:
         loss.backward()
-    counted = {name: counter.get_total_flops() for name, counter in zip(SPLIT, counters, strict=True)}
-    padded = images + NATIVE_TEXT
+    return {name: counter.get_total_flops() for name, counter in zip(SPLIT, counters, strict=True)}
+
+
+def count_native(size: Size) -> dict[str, int]:
+    """FLOP of each native variant without its vision, at the longest prompt."""
+    module, padded, counted = meta_policy(size), image_tokens(size) + NATIVE_TEXT, {}
     for variant in VARIANTS:
         with checkpointed(module, variant.checkpointing), on_meta(module, padded, hook=variant.checkpointing):
             with FlopCounterMode(display=False) as counter:

@@ -22,7 +22,6 @@ from dataio.batch import Batch
 from dataio.manifest import Manifest
 from somaspeed.config import Config, TrainingConfig
 from somaspeed.draws import sample_generator
-from somaspeed.policies.augmentation import ImageAugmentation
 from somaspeed.policies.base import CacheSlot, Policy, PolicyError
 from somaspeed.policies.features import match_cameras
 from somaspeed.policies.lerobot import cosine_decay, narrow_frozen, save_module
@@ -37,6 +36,7 @@ from somaspeed.policies.molmoact2.assemble import (
     prompt_texts,
     split_options,
 )
+from somaspeed.policies.molmoact2.augmentation import ImageAugmentation
 from somaspeed.policies.molmoact2.forward import (
     Context,
     LayerKV,
