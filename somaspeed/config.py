@@ -102,6 +102,19 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: Positive | None = None  # CPU threads of torch; default: torch's
 
 
+class EvaluateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Closed-loop evaluation of checkpoints while training goes on, as `somaspeed-eval` does it."""
+
+    every: Positive | None = None  # updates between evaluations, each of a checkpoint saved for it; default: none
+    suite: str = "libero_spatial"
+    tasks: int | str = "all"  # or numbers: 0, "0,3"
+    episodes: Positive = 5  # per task
+    first_init: NonNegative = 0  # first stored initial state
+    n_action_steps: Positive | None = None  # actions taken of each chunk; default: the policy's
+    workers: Positive | None = None  # simulator processes; default: by the machine
+    device: Literal["", "cpu", "cuda"] = ""  # of the policy; default: CUDA where there is one
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A whole run."""
 
@@ -112,6 +125,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: DataConfig = field(default_factory=DataConfig)
     prefix: PrefixConfig = field(default_factory=PrefixConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
 
     def accumulation(self, ranks: int) -> int:
         """Micro-batches per update on each of `ranks` ranks.

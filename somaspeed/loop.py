@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable
@@ -15,8 +16,9 @@ from dataio.atomic import write_bytes
 from dataio.batch import Batch
 from somaspeed import checkpoint
 from somaspeed.config import Config
+from somaspeed.evaluate.during import Evaluations, describe
 from somaspeed.metrics import MetricsFile, PhaseTimer, Summary, Tracker, peak_allocated_gib
-from somaspeed.optim import ArenaAdamW
+from somaspeed.optim import ArenaAdamW, watch_gradients
 from somaspeed.parallel import Ranks
 from somaspeed.policies.base import Policy
 from somaspeed.prefix import PrefixStage, Ready
@@ -69,6 +71,9 @@ class Trainer:
         self.saved_step = self.step if resumed else -1
         self.held_out_loss: float | None = None
         self.skipped = 0
+        self.evaluations = Evaluations(config.evaluate, self.output)
+        if resumed and ranks.main:
+            self.evaluations.resume()
 
     def run(self) -> Summary:
         """Train until the last step, the time limit or SIGTERM; checkpoint; return what `summary.json` holds.
@@ -84,13 +89,33 @@ class Trainer:
                 self.ready = self.stage.next()
                 if self.ranks.main and self.step == 0:
                     save_preview(self.output / "first_batch.png", self.policy, self.ready.inputs)
+            unreached = watch_gradients(self.optimizer.arenas)
             while self.step < self.settings.steps and not self.stop_reason:
                 self.train_step()
+                if self.step == self.first_step + 1:
+                    self.warn_of(unreached())
                 self.after_step(writer)
             self.save()
+            summary = self.summarise()
+            if self.stop_reason == "completed" and self.evaluations.running:
+                self.finish_evaluations(writer)
         finally:
+            self.evaluations.stop()
             writer.close()
-        return self.summarise()
+        return summary
+
+    def finish_evaluations(self, writer: Writers) -> None:
+        writer.progress.note("training has ended; the evaluations under way are waited for")
+        for result in self.evaluations.finish():
+            writer.evaluation(result, self.step)
+
+    def warn_of(self, unreached: list[str]) -> None:
+        if unreached and self.ranks.main:
+            print(
+                f"warning: the first update's gradients did not reach {len(unreached)} trained parameters, which now "
+                f"move by weight decay alone: {', '.join(unreached)}",
+                file=sys.stderr,
+            )
 
     def train_step(self) -> None:
         """One update, on `self.ready`; the prefix of the batch after it hides the reduction."""
@@ -132,7 +157,8 @@ class Trainer:
         """Log, evaluate and save when they are due. Only here does the host wait for the device."""
         settings = self.settings
         final = self.step == settings.steps
-        due_save = settings.save_every is not None and self.step % settings.save_every == 0
+        to_evaluate = self.evaluations.due(self.step)
+        due_save = to_evaluate or (settings.save_every is not None and self.step % settings.save_every == 0)
         first = self.step == self.first_step + 1
         # With several ranks the next logged step decides.
         alone_signalled = self.ranks.stop_requested and self.ranks.world == 1
@@ -147,6 +173,11 @@ class Trainer:
             self.decide_stop()
         if due_save or final:
             self.save()
+        if self.ranks.main:
+            if to_evaluate:
+                self.evaluations.submit(self.step, self.checkpoint_of(self.step) / checkpoint.PRETRAINED)
+            for result in self.evaluations.poll():
+                writer.evaluation(result, self.step)
 
     def measure(self) -> dict[str, Any]:
         """One line of metrics over the steps since the last one. Waits for the device."""
@@ -212,7 +243,7 @@ class Trainer:
         layout = self.reduction.layout
         if self.ranks.main:
             temporary = checkpoint.begin(self.output, self.step)
-            final = self.output / "checkpoints" / f"{self.step:06d}"
+            final = self.checkpoint_of(self.step)
             self.policy.save(temporary / checkpoint.PRETRAINED, final / checkpoint.PRETRAINED)
         self.ranks.barrier()
         if self.ranks.rank < layout.shards:  # the first shard group
@@ -230,6 +261,9 @@ class Trainer:
             checkpoint.finish(self.output, state, self.settings.keep_checkpoints)
         self.ranks.barrier()
         self.saved_step = self.step
+
+    def checkpoint_of(self, step: int) -> Path:
+        return self.output / "checkpoints" / f"{step:06d}"
 
     def open_writers(self) -> Writers:
         return Writers(self.config, self.ranks, self.first_step, self.global_batch)
@@ -253,6 +287,7 @@ class Trainer:
             peak_allocated_gib=peak_allocated_gib(self.ranks.device),
             held_out_loss=self.held_out_loss,
             skipped_updates=self.skipped,
+            ranks=self.ranks.world,
         )
         if self.ranks.main:
             encoded = msgspec.json.format(msgspec.json.encode(summary), indent=1)
@@ -270,7 +305,7 @@ class Writers:
         output = Path(config.output)
         output.mkdir(parents=True, exist_ok=True)
         self.file = MetricsFile(output / "metrics.jsonl", first_step)
-        self.tracker = Tracker(config.training.tracker, output, msgspec.to_builtins(config))
+        self.tracker = Tracker(config.training.tracker, output, msgspec.to_builtins(config), first_step)
         self.progress = Progress(config.training.steps, first_step, global_batch)
 
     def metrics(self, record: dict[str, Any]) -> None:
@@ -278,6 +313,12 @@ class Writers:
             self.file.write(record)
             self.tracker.write(record)
             self.progress.show(record)
+
+    def evaluation(self, result: dict[str, Any], step: int) -> None:
+        """A result of `Evaluations`, which came while training was at `step`."""
+        self.progress.note(describe(result))
+        if "success_rate" in result:
+            self.tracker.write({"step": step, "success_rate": result["success_rate"], "success_step": result["step"]})
 
     def close(self) -> None:
         if self.active:

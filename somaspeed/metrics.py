@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import time
@@ -14,8 +15,10 @@ import msgspec
 import torch
 
 from dataio.atomic import write_bytes
+from somaspeed.config import ConfigError
 
 PHASES = ("data_wait", "prepare", "prefix", "expert", "reduce_exposed", "update")
+SERIES = ("loss", "grad_norm", "lr", "samples_per_second", "epoch", "held_out_loss", "success_rate", "success_step")
 
 
 class PhaseTimer:
@@ -76,6 +79,7 @@ class Summary(msgspec.Struct):
     peak_allocated_gib: float
     held_out_loss: float | None = None
     skipped_updates: int = 0
+    ranks: int = 1
 
 
 def peak_allocated_gib(device: torch.device) -> float:
@@ -109,25 +113,31 @@ class MetricsFile:
 
 
 class Tracker:
-    """Sends scalars to TensorBoard or Weights & Biases when the configuration names one; otherwise does nothing."""
+    """Sends every logged step's series to TensorBoard or Weights & Biases; "none" sends nothing.
 
-    def __init__(self, kind: str, output: Path, config: dict[str, Any]) -> None:
-        self.board = self.run = None
+    The series are `SERIES`, `held_out_loss` on the steps that have one, and `seconds/<phase>` for every phase.
+    Resuming goes on with the run that the tracker has. Raises ConfigError when it cannot be opened.
+    """
+
+    def __init__(self, kind: str, output: Path, config: dict[str, Any], first_step: int = 0) -> None:
+        self.board: Any = None
+        self.run: Any = None
+        check_tracker(kind)
         if kind == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(str(output / "tensorboard"))
+            # What an interrupted run logged after its last checkpoint is logged again.
+            self.board = SummaryWriter(str(output / "tensorboard"), purge_step=first_step + 1 if first_step else None)
         elif kind == "wandb":
-            import wandb
-
-            self.run = wandb.init(dir=str(output), config=config, name=output.name, resume="allow")
+            self.run = open_wandb(output, config, resumed=bool(first_step))
 
     def write(self, record: dict[str, Any]) -> None:
-        scalars = {key: value for key, value in record.items() if isinstance(value, (int, float)) and key != "step"}
+        scalars = {key: record[key] for key in SERIES if key in record}
         scalars |= {f"seconds/{phase}": value for phase, value in record.get("seconds", {}).items()}
         if self.board:
             for key, value in scalars.items():
                 self.board.add_scalar(key, value, record["step"])
+            self.board.flush()
         if self.run:
             self.run.log(scalars, step=record["step"])
 
@@ -136,3 +146,28 @@ class Tracker:
             self.board.close()
         if self.run:
             self.run.finish()
+
+
+def check_tracker(kind: str) -> None:
+    """Raise ConfigError when the package of `training.tracker` is not there."""
+    package = {"tensorboard": "tensorboard", "wandb": "wandb"}.get(kind)
+    if package and importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"training.tracker = {kind!r} needs the package {package}: pip install {package}; or leave the key out."
+        )
+
+
+def open_wandb(output: Path, config: dict[str, Any], resumed: bool) -> Any:
+    """A run of Weights & Biases; its id is kept in `output`, so that a resumed run goes on with it."""
+    import wandb
+
+    kept = output / "wandb_run"
+    identifier = kept.read_text().strip() if resumed and kept.exists() else None
+    try:
+        run = wandb.init(dir=str(output), config=config, name=output.name, id=identifier, resume="allow")
+    except wandb.errors.Error as error:
+        raise ConfigError(
+            f"training.tracker = 'wandb': {error}. Run `wandb login`, or set WANDB_MODE=offline."
+        ) from None
+    kept.write_text(f"{run.id}\n")
+    return run

@@ -32,7 +32,10 @@ class Progress:
             f"left {datetime.timedelta(seconds=round(left))}"
         )
         if "held_out_loss" in record:
-            self.console.print(f"{'':>11}  held-out loss {record['held_out_loss']:.4f}")
+            self.note(f"held-out loss {record['held_out_loss']:.4f}")
+
+    def note(self, text: str) -> None:
+        self.console.print(f"{'':>11}  {text}")
 
     def close(self) -> None:
         self.console.file.flush()

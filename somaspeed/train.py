@@ -19,12 +19,14 @@ from somaspeed import checkpoint, preflight
 from somaspeed.config import Config, ConfigError, load_config, to_builtins
 from somaspeed.data import decode_device, frame_cache_place_of, open_data, shards_in_flight
 from somaspeed.draws import draw_batch
+from somaspeed.evaluate.during import check_evaluation
+from somaspeed.hub import Hub, HubError, UploadError
 from somaspeed.loop import NonFiniteError, Trainer
-from somaspeed.metrics import PhaseTimer, Summary
+from somaspeed.metrics import PhaseTimer, Summary, check_tracker
 from somaspeed.optim import ArenaAdamW, make_arenas
 from somaspeed.parallel import Ranks
 from somaspeed.policies import policy_class
-from somaspeed.policies.base import PolicyError
+from somaspeed.policies.base import Policy, PolicyError
 from somaspeed.prefix import PrefixStage, open_cached_prefix
 from somaspeed.progress import closing_report
 from somaspeed.reduction import Layout, Reduction
@@ -49,21 +51,36 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shards", required=True, metavar="DIR", help="what scripts/shard_dataset.py wrote")
     parser.add_argument("--resume", action="store_true", help="go on from the output's newest checkpoint")
     parser.add_argument("--check", action="store_true", help="check data, policy and configuration, then stop")
+    parser.add_argument(
+        "--push-to-hub",
+        metavar="USER/NAME",
+        help="at the end, upload the checkpoint's LeRobot policy directory to the Hugging Face Hub",
+    )
+    parser.add_argument("--private", action="store_true", help="make that repository private")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change one configuration key")
-    return parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.private and not arguments.push_to_hub:
+        parser.error("--private says how --push-to-hub makes its repository; give that too")
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. Returns 0, or 2 after an error that the user can mend."""
+    """Run the command. Returns 0, 2 after an error that the user can mend, 3 when a rank died, 4 when only the push
+    to the Hub failed.
+    """
     arguments = parse_arguments(argv)
     ranks = None
+    hub = Hub(arguments.push_to_hub, arguments.private) if arguments.push_to_hub else None
     try:
         config = load_config(arguments.config, arguments.overrides)
         if config.training.threads:
             torch.set_num_threads(config.training.threads)
         ranks = Ranks(config.parallel)
-        train(config, arguments.shards, ranks, resume=arguments.resume, check_only=arguments.check)
-    except (ConfigError, DataError, PolicyError, checkpoint.CheckpointError, NonFiniteError) as error:
+        train(config, arguments.shards, ranks, resume=arguments.resume, check_only=arguments.check, hub=hub)
+    except UploadError as error:
+        print(f"somaspeed-train: error: {error}", file=sys.stderr)
+        return 4
+    except (ConfigError, DataError, PolicyError, checkpoint.CheckpointError, NonFiniteError, HubError) as error:
         print(f"somaspeed-train: error: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
@@ -82,8 +99,10 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def train(config: Config, shards: str, ranks: Ranks, resume: bool, check_only: bool) -> Summary | None:
-    """Check everything, then train. Raises the errors that `main` reports."""
+def train(
+    config: Config, shards: str, ranks: Ranks, resume: bool, check_only: bool, hub: Hub | None = None
+) -> Summary | None:
+    """Check everything, then train, and push the last checkpoint where `hub` is given. Raises what `main` reports."""
     if config.backend != "somaspeed":
         raise ConfigError(f"backend = {config.backend!r} is not run by this command; it trains with 'somaspeed'.")
     config.accumulation(ranks.world)
@@ -96,7 +115,11 @@ def train(config: Config, shards: str, ranks: Ranks, resume: bool, check_only: b
     identity = run_identity(config, reader)
     resumed = checkpoint.load_state(output, identity) if resume else None
     if ranks.main:
+        check_tracker(config.training.tracker)
+        check_evaluation(config.evaluate)
         preflight.report(config, reader, policy, training, len(held_out), block, ranks.world)
+        if hub:
+            hub.check(create=not check_only)
     if check_only:
         return None
     if ranks.main and not resume:
@@ -108,6 +131,10 @@ def train(config: Config, shards: str, ranks: Ranks, resume: bool, check_only: b
     optimizer = ArenaAdamW(arenas, config.training, layout.shard, layout.shards, layout.total)
     if resumed:
         checkpoint.load_tensors(*resumed, optimizer)
+    for arena in arenas:
+        arena.check()
+    if ranks.main:
+        print(trained(policy), flush=True)
     loading: dict[str, Any] = {
         "windows": policy.windows,
         "cameras": policy.cameras,
@@ -170,7 +197,31 @@ def train(config: Config, shards: str, ranks: Ranks, resume: bool, check_only: b
         reader.close()
     if ranks.main:
         closing_report(output, summary)
+        if hub:
+            push(hub, output, summary, reader)
     return summary
+
+
+def push(hub: Hub, output: Path, summary: Summary, reader: ShardReader) -> None:
+    """Upload the last checkpoint, unless the run was told to end: then there is no time. Raises UploadError."""
+    hub.dataset = reader.manifest.source.dataset
+    directory = (output / "checkpoints" / checkpoint.LAST / checkpoint.PRETRAINED).resolve()
+    if summary.stop_reason == "signal":
+        print(f"not pushed, the run is not finished. To push this checkpoint: {hub.command(directory)}")
+    else:
+        print(f"pushed      {hub.push(directory)}")
+
+
+def trained(policy: Policy) -> str:
+    """One line: how many parameters train, and which trainable ones are left out because no gradient reaches them."""
+    live = policy.live_parameters()
+    total = sum(parameter.numel() for parameter in live.values())
+    line = f"{total:,} parameters in {len(live)} tensors train"
+    left_out = policy.left_out()
+    if left_out:
+        names = ", ".join(f"{name} ({elements:,})" for name, elements in left_out.items())
+        line += f"; left out, as no gradient reaches them: {names}"
+    return line
 
 
 def run_identity(config: Config, reader: ShardReader) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +29,8 @@ from somaspeed.policies import POLICIES
 
 BUDGET_SECONDS = 7080.0
 DISCARDED_UPDATES = 5
-PROBE_FRACTION, PROBE_LEAST_SECONDS = 0.1, 15.0  # of the budget; what a probe of a native variant gets after set-up
+# What a probe of a native variant gets after set-up: the most of these, within the budget.
+PROBE_FRACTION, PROBE_LEAST_SECONDS, PROBE_UPDATES = 0.1, 15.0, 10
 PUBLISHED = "published recipe"
 SCOPE = (
     "action-expert fine-tuning; throughput only; batches are tuned per trainer (equal_batch, where present, is not), "
@@ -137,7 +139,17 @@ def run(arguments: argparse.Namespace) -> int:
     dataset = native_dataset(request)
     for policy in policies:
         compare(request, policy, dataset, document, arguments.out)
-    return int(any(phase.error for c in document.comparisons for phase in (c.native, c.somaspeed)))
+    return int(any(phase.error for c in document.comparisons for phase in phases(c)))
+
+
+def phases(comparison: Comparison) -> list[Phase]:
+    """The phases of one policy that were to run; probes of native's variants may fail."""
+    found = [comparison.native, comparison.somaspeed]
+    if comparison.native_published:
+        found.append(comparison.native_published)
+    if comparison.equal_batch:
+        found.append(comparison.equal_batch.somaspeed)
+    return found
 
 
 def native_dataset(request: Request) -> Path | str:
@@ -200,11 +212,10 @@ def run_native(request: Request, policy: str, dataset: Path | str) -> tuple[Phas
     published = phase("native", PUBLISHED, request.budget_seconds, [])
     if not request.fastest:
         return published, None, []
-    setup = published.summary.setup_seconds if published.summary else request.budget_seconds / 2
-    seconds = 1.25 * setup + max(PROBE_LEAST_SECONDS, PROBE_FRACTION * request.budget_seconds)
+    seconds = probe_seconds(published, request.budget_seconds)
     candidates = faster_variants(read_config(request, policy, "native", []))
     probes = [
-        phase(f"probe-{number}", name, min(seconds, request.budget_seconds), overrides)
+        phase(f"probe-{number}", name, seconds, overrides)
         for number, (name, overrides) in enumerate(candidates.items(), 1)
     ]
     best = max(probes, key=lambda probe: probe.rate or 0.0, default=None)
@@ -215,6 +226,15 @@ def run_native(request: Request, policy: str, dataset: Path | str) -> tuple[Phas
     if (fastest.rate or 0.0) > (published.rate or 0.0):
         return fastest, published, probes
     return published, None, [*probes, fastest]
+
+
+def probe_seconds(published: Phase, budget: float) -> float:
+    """How long a probe takes, after what the run of the published recipe needed for set-up and for an update."""
+    summary = published.summary
+    setup = summary.setup_seconds if summary else budget / 2
+    update = published.global_batch / published.rate if published.rate and published.global_batch else 0.0
+    updates = (DISCARDED_UPDATES + PROBE_UPDATES) * update
+    return min(float(math.ceil(1.25 * setup + max(PROBE_LEAST_SECONDS, PROBE_FRACTION * budget, updates))), budget)
 
 
 def run_one(
@@ -260,7 +280,7 @@ def run_one(
         assert phase.summary is not None
         print(
             f"{label}: {phase.rate:.4g} samples/s steady over {phase.summary.measured_steps} updates of "
-            f"{phase.global_batch}",
+            f"{phase.global_batch}" + (f"\n{label}: warning: {phase.warning}" if phase.warning else ""),
             flush=True,
         )
     return phase

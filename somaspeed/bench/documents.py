@@ -49,6 +49,7 @@ class Phase(msgspec.Struct):
     measured_seconds: float | None
     peak_allocated_gib: float | None
     error: str | None = None
+    warning: str | None = None  # why its rate is to be taken with care
     variant: str | None = None  # of native: which of its configurations
     command: list[str] = []
     log: str | None = None

@@ -67,10 +67,10 @@ def render(draw: Callable[..., Figure], *data: Any) -> tuple[bytes, bytes]:
     return files[0], files[1]
 
 
-def stacked_axes(rows: int, height: float, **options: Any) -> tuple[Figure, Sequence[Axes]]:
-    """A figure with `rows` axes of `height` inches, one above the other."""
-    figure = Figure(figsize=(WIDTH, rows * height + 0.35))
-    axes = figure.subplots(rows, 1, squeeze=False, **options)
+def stacked_axes(heights: list[float]) -> tuple[Figure, Sequence[Axes]]:
+    """A figure with axes of `heights` inches, one above the other."""
+    figure = Figure(figsize=(WIDTH, sum(heights) + 0.35))
+    axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)
     return figure, [axis for (axis,) in axes]
 
 
@@ -81,20 +81,14 @@ def number(value: float) -> str:
 
 def throughput(comparisons: list[Comparison]) -> Figure:
     """Steady samples per second of every phase, each model on a scale of its own, with the ratio to native."""
-    figure, axes = stacked_axes(len(comparisons), 1.3)
-    for axis, comparison in zip(axes, comparisons, strict=True):
-        bars: list[tuple[str, Phase, str]] = [("native", comparison.native, NATIVE)]
-        if comparison.native_published:
-            bars.insert(0, ("native, as published", comparison.native_published, "#c3c8d0"))
-            bars[1] = ("native, fastest", comparison.native, NATIVE)
-        if comparison.equal_batch:
-            bars.append(("somaspeed, same batch", comparison.equal_batch.somaspeed, "#6db5b1"))
-        bars.append(("somaspeed", comparison.somaspeed, OURS))
+    every = [throughput_bars(comparison) for comparison in comparisons]
+    figure, axes = stacked_axes([0.6 + 0.35 * len(bars) for bars in every])
+    for axis, comparison, bars in zip(axes, comparisons, every, strict=True):
         rates = [phase.rate or 0.0 for _, phase, _ in bars]
         places = np.arange(len(bars))[::-1]
         axis.barh(places, rates, color=[colour for *_, colour in bars], height=0.72)
         axis.set_yticks(places, [label for label, *_ in bars])
-        axis.set_xlim(0, max(rates, default=0.0) * 1.36 or 1.0)
+        axis.set_xlim(0, max(rates, default=0.0) * 1.55 or 1.0)
         for place, rate, (_, phase, _) in zip(places, rates, bars, strict=True):
             ratio = comparison.native.rate and rate / comparison.native.rate
             times = f" · {ratio:.2f}×" if ratio and phase is not comparison.native else ""
@@ -107,9 +101,22 @@ def throughput(comparisons: list[Comparison]) -> Figure:
     return figure
 
 
+def throughput_bars(comparison: Comparison) -> list[tuple[str, Phase, str]]:
+    """(label, phase, colour) of every phase of one policy, from top to bottom."""
+    bars = [("native", comparison.native, NATIVE)]
+    if comparison.native_published:
+        bars = [
+            ("native, as published", comparison.native_published, "#c3c8d0"),
+            ("native, fastest", comparison.native, NATIVE),
+        ]
+    if comparison.equal_batch:
+        bars.append(("somaspeed, same batch", comparison.equal_batch.somaspeed, "#6db5b1"))
+    return [*bars, ("somaspeed", comparison.somaspeed, OURS)]
+
+
 def scaling(models: dict[str, list[ScalingRow]]) -> Figure:
     """Samples per second over devices, with the line of perfect scaling and the efficiency at every point."""
-    figure, axes = stacked_axes(len(models), 2.1)
+    figure, axes = stacked_axes([2.1] * len(models))
     for axis, (model, rows) in zip(axes, models.items(), strict=True):
         rows = sorted(rows, key=lambda row: row.gpus)
         devices = np.array([row.gpus for row in rows])
@@ -170,7 +177,7 @@ def breakdown(comparisons: list[Comparison]) -> Figure:
 def losses(comparisons: list[Comparison]) -> Figure:
     """The training loss of both trainers over the samples seen."""
     shown = [comparison for comparison in comparisons if comparison.native.losses and comparison.somaspeed.losses]
-    figure, axes = stacked_axes(len(shown), 2.0)
+    figure, axes = stacked_axes([2.0] * len(shown))
     for axis, comparison in zip(axes, shown, strict=True):
         curves = [("native", comparison.native, NATIVE, "-"), ("somaspeed", comparison.somaspeed, OURS, "-")]
         if comparison.equal_batch:
@@ -183,14 +190,14 @@ def losses(comparisons: list[Comparison]) -> Figure:
         axis.set_xscale("log")
         axis.set_title(name_of(comparison.model))
         axis.set_ylabel("loss")
-        axis.legend(fontsize=9)
+        axis.legend(fontsize=9, loc="lower left")  # a loss that falls leaves that corner free
     axes[-1].set_xlabel("samples seen")
     return figure
 
 
 def flops(documents: list[dict[str, Any]]) -> Figure:
     """Counted TFLOP per sample, each model on a scale of its own."""
-    figure, axes = stacked_axes(len(documents), 1.75)
+    figure, axes = stacked_axes([1.75] * len(documents))
     for axis, document in zip(axes, documents, strict=True):
         bars = {f"native, {name}": value for name, value in document.get("native_variants", {}).items()}
         bars = bars or {"native": document["native"]}

@@ -23,7 +23,8 @@ from somaspeed.config import Config
 GRACE = 0.2  # a run that has not ended this fraction of its budget after it is ended from outside
 LEAST_GRACE_SECONDS = 300.0
 TERMINATION_SECONDS = 30.0
-OUT_OF_MEMORY = re.compile(r"out ?of ?memory", re.IGNORECASE)
+FEW_UPDATES = 20  # a steady rate over fewer is said to be uncertain
+OUT_OF_MEMORY = re.compile(r"out ?of ?memory|can(no|')t allocate memory|^(\[rank\d+\]: )?MemoryError", re.IGNORECASE)
 
 
 class Job(NamedTuple):
@@ -65,7 +66,7 @@ def run_phase(job: Job) -> Phase:
         log=str(job.log),
     )
     job.log.parent.mkdir(parents=True, exist_ok=True)
-    started = time.time()
+    started, load, threads = time.time(), os.getloadavg()[0], len(os.sched_getaffinity(0))
     status, timed_out = execute(job.command(sys.executable), job.log, job.budget_seconds)
     if timed_out:
         phase.error = f"did not end within {job.budget_seconds * (1 + GRACE):.0f} s and was ended"
@@ -76,6 +77,9 @@ def run_phase(job: Job) -> Phase:
         phase.error = "ended without writing summary.json"
     if phase.error is None:
         read_results(job, phase)
+    if load > threads:
+        busy = f"the machine was busy: load average {load:.1f} on {threads} threads when it began"
+        phase.warning = f"{phase.warning}; {busy}" if phase.warning else busy
     return phase
 
 
@@ -119,6 +123,7 @@ def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> No
 def reason(status: int, log: Path) -> str:
     """Why a run failed, from the end of its output: our own message, or the last exception's line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()[-400:] if line.strip()]
+    lines = [line for line in lines if "ChildFailedError" not in line]  # the launcher's, which says only that one did
     memory = next((line for line in reversed(lines) if OUT_OF_MEMORY.search(line)), None)
     if memory:
         return f"out of memory: {memory}"
@@ -152,6 +157,11 @@ def read_results(job: Job, phase: Phase) -> None:
         phase.seconds = {
             name: statistics.fmean(record["seconds"][name] for record in settled) for name in settled[0]["seconds"]
         }
+    if summary.bounded_early_stop and 0 < summary.measured_steps < FEW_UPDATES:
+        phase.warning = (
+            f"only {summary.measured_steps} updates measured: {summary.setup_seconds:.0f} of "
+            f"{summary.wall_seconds:.0f} s were set-up; a larger budget gives a steadier rate"
+        )
     if not summary.measured_steps:
         phase.error = (
             f"made {summary.completed_steps} updates in {summary.wall_seconds:.0f} s, none of them after the first "

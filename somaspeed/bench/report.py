@@ -30,25 +30,32 @@ PEAK_TFLOPS = {
     "4090": 165.2,
     "A10": 125.0,
 }
+LONG = 30  # characters of a remark that gets a wide column of its own
 STYLE = """
 :root { color-scheme: light; }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 72rem; padding: 1rem; color: #20242c; background: #fff;
        font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; margin: .5rem 0; } h2 { font-size: 1.2rem; margin: 2rem 0 .25rem; }
-h2, h3 { break-after: avoid; } p, li { max-width: 46rem; }
+h2, h3, .note { break-after: avoid; } tr { break-inside: avoid; } p, li { max-width: 46rem; }
 .note { color: #5a6270; margin: .25rem 0 1rem; overflow-wrap: anywhere; }
 .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 25rem), 1fr)); gap: 1.25rem;
            align-items: start; }
 figure { margin: 0; break-inside: avoid; } figure img { width: 100%; height: auto; display: block; }
 figcaption { color: #5a6270; font-size: .9rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .95rem; }
+.wide { overflow-x: auto; background: linear-gradient(to right, #fff 2rem, #fff0) left / 2rem 100% no-repeat local,
+        linear-gradient(to left, #fff 2rem, #fff0) right / 2rem 100% no-repeat local,
+        linear-gradient(to right, #20242c30, #fff0) left / .6rem 100% no-repeat,
+        linear-gradient(to left, #20242c30, #fff0) right / .6rem 100% no-repeat; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .95rem; }
 th, td { padding: .3rem .7rem .3rem 0; text-align: left; border-bottom: 1px solid #e4e7ec; vertical-align: top; }
-th { font-weight: 600; } td.n, th.n { text-align: right; } td.error { color: #a3232f; min-width: 14rem; }
+th { font-weight: 600; } td.n, th.n { text-align: right; } td.error { color: #a3232f; }
+@media screen { td.long { min-width: 18rem; } }
 pre { background: #f4f6f8; padding: .6rem .8rem; overflow-x: auto; font-size: .82rem; white-space: pre-wrap;
       overflow-wrap: anywhere; }
+@media (max-width: 30rem) { table { font-size: .8rem; } th, td { padding-right: .5rem; } }
 @media print { body { max-width: none; padding: 0; font-size: 11pt; } .figures { grid-template-columns: 1fr 1fr; }
-               pre { font-size: 8pt; } .wide { overflow: visible; } }
+               pre { font-size: 8pt; } .wide { overflow: visible; background: none; break-inside: avoid; } }
 """
 
 
@@ -181,7 +188,10 @@ def table(header: list[str], rows: list[list[str]], numeric: int = 0) -> str:
     """An HTML table; columns from `numeric` on are numbers. Cells are text; `!` in front marks an error."""
 
     def cell(tag: str, column: int, text: str) -> str:
-        kind = ' class="error"' if text.startswith("!") else ' class="n"' if numeric and column >= numeric else ""
+        if text.startswith("!"):
+            kind = ' class="error long"' if len(text) > LONG else ' class="error"'
+        else:
+            kind = ' class="n"' if numeric and column >= numeric else ""
         return f"<{tag}{kind}>{html.escape(text.removeprefix('!'))}</{tag}>"
 
     lines = ["".join(cell("th", n, text) for n, text in enumerate(header))]
@@ -235,7 +245,8 @@ def document_note(document: Document) -> str:
     measurement = document.measurement
     text = (
         f"{measurement.phase_budget_seconds:g} s per phase, set-up included; the first "
-        f"{measurement.discard_first_updates} updates discarded; {measurement.aggregation}. {measurement.scope}."
+        f"{measurement.discard_first_updates} updates discarded; {measurement.aggregation}. "
+        f"{measurement.scope[:1].upper()}{measurement.scope[1:]}."
     )
     return f'<p class="note">{html.escape(text)}</p>'
 
@@ -246,7 +257,7 @@ def hardware_and_commands(document: Document) -> str:
     if document.hardware:
         parts.append("<h3>Hardware</h3>" + hardware_table(document))
     if isinstance(document, Comparisons):
-        head = ["run", "variant", "batch", "updates", "set-up s", "peak GiB", "finite losses", "packages", "remark"]
+        head = ["run", "variant", "batch", "updates", "set-up s", "peak GiB", "finite losses", "remark"]
         parts.append("<h3>Runs</h3>" + table(head, [run_row(*run) for run in runs(document.comparisons)]))
         commands = [shlex.join(phase.command) for _, phase in runs(document.comparisons) if phase.command]
     else:
@@ -271,6 +282,10 @@ def hardware_table(document: Document) -> str:
             if c.parameters and c.trainable_parameters:
                 text += f"; {c.parameters:,} parameters, {c.trainable_parameters:,} trainable"
             rows.append([c.model, text])
+        phases = [phase for _, phase in runs(document.comparisons)]
+        packages = {f"{name} {version}": None for phase in phases for name, version in phase.versions.items()}
+        if packages:
+            rows.append(["packages", ", ".join(packages)])
     return table(["part", ""], rows)
 
 
@@ -289,7 +304,7 @@ def runs(comparisons: list[Comparison]) -> Iterator[tuple[str, Phase]]:
 
 def run_row(name: str, phase: Phase) -> list[str]:
     if phase.summary is None:
-        return [name, phase.variant or "", str(phase.global_batch), "–", "", "", "", "", f"!{phase.error}"]
+        return [name, phase.variant or "", str(phase.global_batch), "–", "", "", "", f"!{phase.error}"]
     summary = phase.summary
     return [
         name,
@@ -299,6 +314,5 @@ def run_row(name: str, phase: Phase) -> list[str]:
         f"{summary.setup_seconds:.0f}",
         f"{phase.peak_allocated_gib:.1f}",
         f"{phase.finite_loss_updates:,}",
-        ", ".join(f"{package} {version}" for package, version in phase.versions.items()),
-        f"!{phase.error}" if phase.error else "",
+        f"!{phase.error or phase.warning}" if phase.error or phase.warning else "",
     ]

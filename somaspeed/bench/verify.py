@@ -33,8 +33,11 @@ def run(arguments: argparse.Namespace) -> int:
         if isinstance(document, Comparisons):
             for comparison in document.comparisons:
                 for name in ("native", "somaspeed"):
-                    if error := getattr(comparison, name).error:
-                        print(f"  {comparison.model} {name} did not run: {error}")
+                    phase = getattr(comparison, name)
+                    if phase.error:
+                        print(f"  {comparison.model} {name} did not run: {phase.error}")
+                    elif phase.warning:
+                        print(f"  {comparison.model} {name}: {phase.warning}")
         if failed or not figures:
             status = 1
     return status

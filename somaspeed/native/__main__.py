@@ -11,6 +11,7 @@ import torch
 
 from dataio.manifest import DataError, did_you_mean
 from somaspeed.config import Config, ConfigError, load_config
+from somaspeed.metrics import check_tracker
 from somaspeed.native import BACKENDS
 from somaspeed.parallel import Ranks
 from somaspeed.policies.base import PolicyError
@@ -39,7 +40,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="somaspeed: the order of our loader, to compare losses batch by batch (default: %(default)s)",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change one configuration key")
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,6 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = load_config(arguments.config, arguments.overrides)
         check_backend(config)
+        check_tracker(config.training.tracker)
         if not (arguments.dataset / "meta" / "info.json").is_file():
             raise DataError(
                 f"{arguments.dataset}: no meta/info.json: not a LeRobot dataset's directory. "

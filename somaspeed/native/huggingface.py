@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from somaspeed.config import Config, ConfigError
+from somaspeed.config import Config
+from somaspeed.native.order import OurOrder
 from somaspeed.native.stopwatch import Stopped, Stopwatch
 
 WITHOUT_DEEPSPEED = "native-gr00t-hf-trainer-ddp"
@@ -36,8 +37,8 @@ class MarkedTrainer(Trainer):
     `compute_loss` is the exception: the model returns its loss under a key, not as a `ModelOutput`.
     """
 
-    def __init__(self, *, problem: Problem, stopwatch: Stopwatch, args: TrainingArguments) -> None:
-        self.problem, self.stopwatch = problem, stopwatch
+    def __init__(self, *, problem: Problem, stopwatch: Stopwatch, args: TrainingArguments, order: str) -> None:
+        self.problem, self.stopwatch, self.order = problem, stopwatch, order
         self.loss: Any = 0.0
         self.norm: Any = float("nan")
         super().__init__(
@@ -48,6 +49,13 @@ class MarkedTrainer(Trainer):
             callbacks=[EndOfStep(self)],
         )
         self.model_accepts_loss_kwargs = False
+
+    def _get_train_sampler(self, *arguments: Any, **settings: Any) -> Any:
+        if self.order == "upstream":
+            return super()._get_train_sampler(*arguments, **settings)
+        samples = len(self.problem.dataset)  # type: ignore[arg-type]
+        # One epoch as long as the run: the Trainer would begin the order again with each of its epochs.
+        return OurOrder(samples, self.args.seed, self.args.max_steps * self.stopwatch.global_batch)
 
     def get_batch_samples(self, *arguments: Any, **settings: Any) -> Any:
         self.stopwatch.waiting()
@@ -96,26 +104,30 @@ def run(
     stopwatch: Stopwatch,
     order: str,
 ) -> None:
-    """Train on the dataset of `meta` until the configuration's end, in the context that `prepared` gives.
-
-    Raises ConfigError for another order than the Trainer's own.
-    """
-    if order != "upstream":
-        raise ConfigError("--order somaspeed: transformers' Trainer shuffles each epoch itself; leave it out.")
+    """Train on the dataset of `meta` until the configuration's end, in the context that `prepared` gives."""
     sharded = deepspeed_installed()
     if sharded:
         alone_as_a_group()
+        if stopwatch.ranks.device.type == "cpu":
+            reduce_with_gloo()
     else:
         stopwatch.backend = WITHOUT_DEEPSPEED
     with prepared as problem, contextlib.suppress(Stopped):
         stopwatch.model(problem.model)
         arguments = training_arguments(config, stopwatch, sharded)
-        MarkedTrainer(problem=problem, stopwatch=stopwatch, args=arguments).train()
+        MarkedTrainer(problem=problem, stopwatch=stopwatch, args=arguments, order=order).train()
 
 
 def deepspeed_installed() -> bool:
     """Whether the optional DeepSpeed is there."""
     return importlib.util.find_spec("deepspeed") is not None
+
+
+def reduce_with_gloo() -> None:
+    """On the CPU DeepSpeed would first compile a reduction of its own, for minutes; it also works without."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read at the import
+    operations = importlib.import_module("deepspeed.ops").__compatible_ops__
+    operations["deepspeed_shm_comm"] = False
 
 
 def training_arguments(config: Config, stopwatch: Stopwatch, sharded: bool) -> TrainingArguments:
@@ -140,6 +152,8 @@ def training_arguments(config: Config, stopwatch: Stopwatch, sharded: bool) -> T
         bf16=bfloat16,
         use_cpu=on_cpu,
         ddp_backend="gloo" if on_cpu and stopwatch.ranks.world > 1 else None,
+        # DDP does not see the loss in what the model returns, and would take every parameter for unused.
+        ddp_find_unused_parameters=False,
         deepspeed=zero2(bfloat16) if sharded else None,
         dataloader_num_workers=settings.workers,
         dataloader_pin_memory=not on_cpu,

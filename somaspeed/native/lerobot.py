@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,11 @@ from lerobot.configs.train import TrainPipelineConfig
 from lerobot.datasets import LeRobotDatasetMetadata
 from lerobot.transforms import ImageTransformsConfig
 
-from dataio.order import Stream
 from somaspeed.config import Config, ConfigError
+from somaspeed.native.order import OurOrder
 from somaspeed.native.stopwatch import Stopped, Stopwatch
 
 REPOSITORY = "local/dataset"  # LeRobot wants a name; the directory is what it reads
-ORDER_BLOCK = 1024  # positions of our order computed at a time
 
 
 def run(
@@ -46,7 +44,7 @@ def run(
         for name, replacement in hooks(stopwatch).items():
             stack.enter_context(mock.patch.object(upstream, name, replacement))
         if order == "somaspeed":
-            stack.enter_context(mock.patch.object(upstream, "EpisodeAwareSampler", OurOrder))
+            stack.enter_context(mock.patch.object(upstream, "EpisodeAwareSampler", our_order))
         stack.enter_context(contextlib.suppress(Stopped))
         upstream.train(pipeline)
 
@@ -119,19 +117,6 @@ def marked_backward(accelerator: Any, stopwatch: Stopwatch) -> Iterator[None]:
         yield
 
 
-class OurOrder:
-    """In place of LeRobot's sampler: the order of our loader without end, so that both trainers see the same batches.
-
-    Frame i of a dataset exported from shards in episode order is sample i of those shards.
-    """
-
-    def __init__(self, _starts: Any, ends: Any, *, seed: int, **_settings: Any) -> None:
-        self.samples = int(max(ends))
-        self.stream = Stream(self.samples, seed)
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __iter__(self) -> Iterator[int]:
-        for start in itertools.count(step=ORDER_BLOCK):
-            yield from self.stream.at(start, ORDER_BLOCK)[2].tolist()
+def our_order(_starts: Any, ends: Any, *, seed: int, **_settings: Any) -> OurOrder:
+    """In place of LeRobot's sampler, with its arguments."""
+    return OurOrder(int(max(ends)), seed)

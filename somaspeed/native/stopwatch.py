@@ -155,6 +155,7 @@ class Stopwatch:
             stop_reason=self.stop_reason or "completed",
             peak_allocated_gib=self.peak,
             skipped_updates=self.step - self.finite,
+            ranks=self.ranks.world,
             backend=self.backend,
             parameters=self.parameters,
             trainable_parameters=self.trainable,

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -124,12 +125,19 @@ def test_a_phase_that_hangs_is_ended(tmp_path, monkeypatch):
         (1, "Traceback\nImportError: 'peft' is required\n\n", "ImportError: 'peft' is required"),
         (1, "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried …\nE1 failed", "out of memory: [rank0]: torch"),
         (-9, "step 1\n", "ended by SIGKILL (the system may be out of memory)"),
+        (1, "[rank1]: KeyError: 'x'\ntorch.distributed.…errors.ChildFailedError: \n===", "[rank1]: KeyError: 'x'"),
         (7, "", "exit status 7: no output"),
     ],
 )
 def test_the_reason_of_a_failure_is_found(status, log, expected, tmp_path):
     (tmp_path / "log").write_text(log)
     assert reason(status, tmp_path / "log").startswith(expected)
+
+
+@pytest.mark.parametrize("code", ["import torch; torch.empty(1 << 50)", "bytearray(1 << 50)"])
+def test_memory_that_is_not_there_is_named(code, tmp_path):
+    status, _ = execute([sys.executable, "-c", code], tmp_path / "log", 60)
+    assert status == 1 and reason(status, tmp_path / "log").startswith("out of memory: ")
 
 
 def write_run(job: Job, rate: float, steps: int = 25) -> None:
@@ -225,6 +233,25 @@ def test_the_headline_is_against_the_fastest_native(tmp_path, sample_dir, fake):
     assert found.native.variant == "published recipe" and found.speedup == 2.5 and found.native_published is None
 
 
+def test_probes_get_time_for_set_up_and_for_their_updates():
+    def published(setup, update):
+        summary = SimpleNamespace(setup_seconds=setup)
+        return SimpleNamespace(summary=summary, global_batch=2, rate=2 / update)
+
+    assert compare.probe_seconds(published(8, 0.1), 60) == 25, "set-up and the least"
+    assert compare.probe_seconds(published(100, 0.1), 7080) == 833, "set-up and a tenth"
+    assert compare.probe_seconds(published(8, 2.0), 60) == 40, "set-up and fifteen updates"
+    assert compare.probe_seconds(published(30, 2.0), 60) == 60, "never more than a phase"
+    assert compare.probe_seconds(SimpleNamespace(summary=None, rate=None, global_batch=2), 60) == 53
+
+
+def test_a_busy_machine_is_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.getloadavg", lambda: (999.0, 0.0, 0.0))
+    config = load_config(ROOT / "configs" / "pi05" / "somaspeed-tiny.toml")
+    phase = run_phase(Job("no_such_module", [], config, "x", 1, tmp_path / "run", tmp_path / "log", 30))
+    assert "load average 999.0" in phase.warning and "no_such_module" in phase.error
+
+
 def test_a_failed_phase_is_recorded_and_the_rest_goes_on(tmp_path, sample_dir, fake):
     fake(**{"pi05/native": "ImportError: no lerobot", "molmoact2/somaspeed": "out of memory: …"})
     out = tmp_path / "out.json"
@@ -234,6 +261,31 @@ def test_a_failed_phase_is_recorded_and_the_rest_goes_on(tmp_path, sample_dir, f
     assert found["molmoact2"].somaspeed.error.startswith("out of memory") and found["molmoact2"].native.rate == 4.0
     assert found["pi05"].speedup is None and found["groot"].speedup == 1.0
     assert main(["verify", str(out)]) == 0, "nothing that was measured is wrong"
+
+
+def test_a_failure_of_the_published_recipe_or_the_equal_batch_is_one_too(tmp_path, sample_dir, fake):
+    out = tmp_path / "out.json"
+    fake(**{"native": "out of memory: …", "probe-1": "out of memory: …", "probe-2": 3.0, "somaspeed": 9.0})
+    assert main(arguments(out, sample_dir, "--policies", "pi05")) == 1
+    found = read_document(out).comparisons[0]
+    assert found.native_published.error.startswith("out of memory") and found.speedup == 9.0 / 4.0
+    fake(equal_batch="out of memory: …")
+    assert main(arguments(out, sample_dir, "--policies", "pi05", "--native", "published", "--equal-batch")) == 1
+    assert read_document(out).comparisons[0].equal_batch.speedup is None and main(["verify", str(out)]) == 0
+
+
+def test_a_rate_over_few_updates_carries_a_warning(tmp_path, sample_dir, fake, capsys, monkeypatch):
+    fake()
+    out = tmp_path / "out.json"
+    command = arguments(out, sample_dir, "--policies", "pi05", "--native", "published")
+    assert main(command) == 0 and read_document(out).comparisons[0].native.warning is None
+    real = write_run
+    monkeypatch.setattr(sys.modules[__name__], "write_run", lambda job, rate: real(job, rate, steps=8))
+    capsys.readouterr()
+    assert main(command) == 0
+    assert "pi05 native (published recipe): warning: only 3 updates measured: 3 of 30 s" in capsys.readouterr().out
+    assert read_document(out).comparisons[0].native.warning.startswith("only 3 updates")
+    assert main(["verify", str(out)]) == 0 and "only 3 updates" in capsys.readouterr().out
 
 
 def test_without_a_dataset_ours_still_runs(tmp_path, sample_dir, fake):

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import lerobot.scripts.lerobot_train as lerobot_train
 import msgspec
 import numpy as np
 import pytest
 import torch
-from lerobot.datasets import LeRobotDatasetMetadata
-from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 from transformers import Trainer
 
 from dataio.order import Stream
 from somaspeed.config import load_config
 from somaspeed.native import BACKENDS, faster_variants, huggingface
-from somaspeed.native import pi05 as native_pi05
 from somaspeed.native.__main__ import main
-from somaspeed.native.lerobot import OurOrder
+from somaspeed.native.lerobot import our_order
 from somaspeed.native.stopwatch import NATIVE_PHASES, NativeSummary
 from tests.conftest import ROOT
 from tests.dataio.tiny_lerobot import write_dataset
+from tests.somaspeed.upstream_cases import pi05_losses
 
 STEPS = 5
 SHORT = [f"training.steps={STEPS}", "training.microbatch=2", "training.log_every=1", "training.threads=1"]
@@ -61,52 +59,9 @@ def summary(output: Path) -> NativeSummary:
     return msgspec.json.decode((output / "summary.json").read_bytes(), type=NativeSummary)
 
 
-def upstream_losses(dataset: Path, output: Path, monkeypatch, seed: int = 42, steps: int = STEPS) -> list[float]:
-    """What LeRobot's own script computes, started by its own command line; only the model's size is ours."""
-    config = load_config(config_file("pi05"), SHORT)
-    losses = []
-    forward = PI05Policy.forward
-
-    def recorded(self, batch, *arguments, **settings):
-        loss, outputs = forward(self, batch, *arguments, **settings)
-        losses.append(loss.item())
-        return loss, outputs
-
-    arguments = {
-        "policy.type": "pi05",
-        "policy.device": "cpu",
-        "policy.push_to_hub": "false",
-        "policy.dtype": "float32",
-        "policy.train_expert_only": "true",
-        "policy.freeze_vision_encoder": "true",
-        "policy.gradient_checkpointing": "true",
-        "policy.empty_cameras": "1",
-        "policy.image_resolution": "[56, 56]",
-        "policy.optimizer_lr": "2e-3",
-        "policy.optimizer_weight_decay": "0.01",
-        "policy.scheduler_warmup_steps": "10",
-        "policy.scheduler_decay_steps": "300",
-        "policy.scheduler_decay_lr": "1e-4",
-        "dataset.repo_id": "any/name",
-        "dataset.root": str(dataset),
-        "output_dir": str(output),
-        "seed": str(seed),
-        "num_workers": "0",
-        "batch_size": "2",
-        "steps": str(steps),
-        "save_checkpoint": "false",
-    }
-    monkeypatch.setattr(sys, "argv", ["lerobot-train", *(f"--{key}={value}" for key, value in arguments.items())])
-    torch.set_num_threads(1)
-    meta = LeRobotDatasetMetadata("any/name", root=dataset)
-    with native_pi05.prepared(config, meta, "cpu"), mock.patch.object(PI05Policy, "forward", recorded):
-        lerobot_train.train()
-    return losses
-
-
-def test_losses_are_those_of_lerobots_own_script(dataset, tmp_path, monkeypatch):
-    expected = upstream_losses(dataset, tmp_path / "upstream", monkeypatch)
-    other_seed = upstream_losses(dataset, tmp_path / "other", monkeypatch, seed=43, steps=1)
+def test_losses_are_those_of_lerobots_own_script(dataset, tmp_path):
+    expected = pi05_losses(dataset, tmp_path / "upstream", STEPS)
+    other_seed = pi05_losses(dataset, tmp_path / "other", 1, seed=43)
     assert main(command("pi05", dataset, tmp_path / "ours")) == 0
     found = [record["loss"] for record in records(tmp_path / "ours")]
     assert len(found) == STEPS and found == expected
@@ -120,6 +75,32 @@ def test_losses_are_those_of_lerobots_own_script(dataset, tmp_path, monkeypatch)
         assert set(record["seconds"]) == set(NATIVE_PHASES)
         step = 2 / record["samples_per_second"]
         assert sum(record["seconds"].values()) == pytest.approx(step, rel=0.1), "the phases fill the step"
+
+
+def on_two_ranks(*words: str) -> str:
+    """What `python …` prints under torchrun with two processes."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*launcher, *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_two_ranks_give_the_losses_of_lerobots_own_script_on_two_ranks(dataset, tmp_path):
+    """The mean over ranks; and the loss of one rank alone is another."""
+    script = on_two_ranks("-m", "tests.somaspeed.upstream_cases", str(dataset), str(tmp_path / "upstream"), str(STEPS))
+    expected = json.loads(next(line for line in script.splitlines() if line.startswith("[") and line.endswith("]")))
+    on_two_ranks("-m", "somaspeed.native", *command("pi05", dataset, tmp_path / "ours"))
+    assert [record["loss"] for record in records(tmp_path / "ours")] == expected and len(expected) == STEPS
+    written = summary(tmp_path / "ours")
+    assert (written.ranks, written.completed_steps) == (2, STEPS)
+    assert written.samples_per_second_end_to_end == pytest.approx(4 * STEPS / written.wall_seconds)
+    assert expected[0] != pi05_losses(dataset, tmp_path / "alone", 1)[0], "the comparison can fail"
+
+
+def test_the_trainer_runs_on_two_ranks(dataset, tmp_path):
+    on_two_ranks("-m", "somaspeed.native", *command("groot", dataset, tmp_path / "out", "training.steps=3"))
+    losses = [record["loss"] for record in records(tmp_path / "out")]
+    assert len(losses) == 3 and np.isfinite(losses).all() and summary(tmp_path / "out").ranks == 2
 
 
 def test_molmoact2_runs_upstreams_code_on_random_weights(dataset, tmp_path):
@@ -138,7 +119,7 @@ def test_groot_losses_are_those_of_a_trainer_without_stopwatch(dataset, tmp_path
     losses = []
 
     class Plain(Trainer):
-        def __init__(self, *, problem, stopwatch, args):
+        def __init__(self, *, problem, stopwatch, args, order):
             self.problem = problem
             collate = torch.utils.data.default_collate
             super().__init__(problem.model, args, train_dataset=problem.dataset, data_collator=collate)
@@ -155,6 +136,19 @@ def test_groot_losses_are_those_of_a_trainer_without_stopwatch(dataset, tmp_path
     assert all(np.isfinite(record["grad_norm"]) and record["grad_norm"] > 0 for record in marked)
 
 
+def test_zero2_gives_the_losses_of_plain_data_parallel(dataset, tmp_path):
+    """In processes of their own: DeepSpeed keeps its settings for the life of one."""
+    pytest.importorskip("deepspeed")
+    on_two_ranks("-m", "somaspeed.native", *command("groot", dataset, tmp_path / "sharded"))
+    assert summary(tmp_path / "sharded").backend == "native-gr00t-hf-trainer-zero2"
+    plain = "from somaspeed.native import huggingface as h, __main__ as m; h.deepspeed_installed = lambda: False; "
+    (tmp_path / "plain.py").write_text(f"{plain}import sys; sys.exit(m.main(sys.argv[1:]))")
+    on_two_ranks(str(tmp_path / "plain.py"), *command("groot", dataset, tmp_path / "plain"))
+    found, expected = (records(tmp_path / name) for name in ("sharded", "plain"))
+    for key in ("loss", "grad_norm"):
+        assert [record[key] for record in found] == pytest.approx([record[key] for record in expected], rel=1e-5)
+
+
 def test_the_time_limit_stops_the_upstream_loop(dataset, tmp_path):
     assert main(command("pi05", dataset, tmp_path / "out", "training.max_seconds=0.01")) == 0
     written = summary(tmp_path / "out")
@@ -163,7 +157,7 @@ def test_the_time_limit_stops_the_upstream_loop(dataset, tmp_path):
 
 
 def test_our_order_is_the_loaders():
-    sampler = OurOrder([0, 7], [7, 13], seed=3, shuffle=True, drop_n_last_frames=0)
+    sampler = our_order([0, 7], [7, 13], seed=3, shuffle=True, drop_n_last_frames=0)
     found = list(itertools.islice(iter(sampler), 30))
     assert len(sampler) == 13 and found == Stream(13, 3).at(0, 30)[2].tolist()
     assert sorted(found[:13]) == list(range(13)) and found[:13] != found[13:26]
@@ -204,9 +198,18 @@ def test_a_dataset_that_is_not_there(tmp_path, capsys):
     assert "scripts/export_dataset.py makes one" in capsys.readouterr().err
 
 
-def test_groot_refuses_another_order(dataset, tmp_path, capsys):
-    assert main(["--order", "somaspeed", *command("groot", dataset, tmp_path / "out")]) == 2
-    assert "shuffles each epoch itself" in capsys.readouterr().err
+def test_same_order_gives_groot_our_batches(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface, "deepspeed_installed", lambda: False)
+    seen = []
+    prepare = huggingface.MarkedTrainer._prepare_inputs
+
+    def recorded(self, inputs):
+        seen.extend(inputs["index"].tolist())
+        return prepare(self, inputs)
+
+    monkeypatch.setattr(huggingface.MarkedTrainer, "_prepare_inputs", recorded)
+    assert main(["--order", "somaspeed", *command("groot", dataset, tmp_path / "out", "training.steps=8")]) == 0
+    assert seen == Stream(13, 42).at(0, 16)[2].tolist(), "over the end of the epoch too"
 
 
 @pytest.mark.parametrize("policy", ["pi05", "groot", "molmoact2"])
