@@ -41,10 +41,8 @@ class FrameCache:
 
     def read(self, samples: np.ndarray, rows: np.ndarray, out: Mapping[str, torch.Tensor]) -> None:
         """Copy the frames of `samples` int64 [n] to `rows` of `out`: camera → uint8 [B, H, W, 3] on the host."""
-        self.slots.announce(samples)
         images = [out[name].numpy() for name in self.cameras]
-        for row, sample in zip(rows.tolist(), samples.tolist(), strict=True):
-            self.slots.scatter(sample, [image[row] for image in images])
+        self.slots.scatter(samples.tolist(), [[image[row] for image in images] for row in rows.tolist()])
 
     def write(self, samples: np.ndarray, rows: np.ndarray, images: Mapping[str, torch.Tensor]) -> None:
         """Keep `rows` of `images` (as in `read`) as the frames of `samples`; a slot counts once all of it is there."""

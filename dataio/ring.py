@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import queue
+import collections
 import weakref
 from dataclasses import dataclass, field
 
@@ -42,14 +42,15 @@ class Ring:
         self.size = size
         self.spare = spare
         self.pinned = pinned
-        # SimpleQueue.put may run inside a finaliser, whichever thread drops the last reference.
-        self._free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
+        # Last in, first out: what was used last is still in the processor's cache. A deque's append and pop are atomic,
+        # and append may run inside a finaliser, whichever thread drops the last reference.
+        self._free: collections.deque[_Slot] = collections.deque()
 
     def lease(self) -> Lease:
         """A buffer that nobody else sees; waits for copies out of it that are still under way on a device."""
         try:
-            slot = self._free.get_nowait()
-        except queue.Empty:
+            slot = self._free.pop()
+        except IndexError:
             slot = _Slot(torch.empty(self.size, dtype=torch.uint8, pin_memory=self.pinned).numpy())
         for event in slot.fences:
             event.synchronize()
@@ -60,6 +61,6 @@ class Ring:
         return Lease(torch.from_numpy(view), slot.fences)
 
 
-def _give_back(free: queue.SimpleQueue[_Slot], spare: int, slot: _Slot) -> None:
-    if free.qsize() < spare:
-        free.put(slot)
+def _give_back(free: collections.deque[_Slot], spare: int, slot: _Slot) -> None:
+    if len(free) < spare:
+        free.append(slot)

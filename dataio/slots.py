@@ -70,24 +70,35 @@ class Slots:
         """Which of `samples` int64 [B] are filled, bool [B]."""
         return self.valid[samples] != 0
 
-    def announce(self, samples: np.ndarray) -> None:
-        """Ask the disk for the slots of `samples`, all at once, before the first of them is read."""
-        for sample in samples.tolist():
-            start = sample * self.slot_bytes
-            os.posix_fadvise(self._slots_file, start, self.slot_bytes, os.POSIX_FADV_WILLNEED)
-
     def read(self, sample: int, out: Tensor) -> None:
-        """Copy one slot into `out`, uint8 [slot_bytes] on the host."""
-        self.scatter(sample, [out.numpy()])
+        """Copy one slot into `out`, uint8 [slot_bytes] on the host. Raises DataError when the file has been cut."""
+        self.scatter([sample], [[out.numpy()]])
 
-    def scatter(self, sample: int, parts: list[np.ndarray]) -> None:
-        """Copy one slot into consecutive `parts`, contiguous arrays of slot_bytes together.
+    def scatter(self, samples: list[int], parts: list[list[np.ndarray]]) -> None:
+        """Copy the slot of each of `samples` into its consecutive `parts`, contiguous arrays of slot_bytes together.
 
         Through the file and not the mapping, whose first touch in every process costs half as much again in page
-        faults, and where a disk's error would kill the process. Raises DataError when the file has been cut.
+        faults, and where a disk's error would kill the process. What is not in memory is asked for all at once before
+        the first of it is waited for. Raises DataError when the file has been cut.
         """
-        if os.preadv(self._slots_file, parts, sample * self.slot_bytes) != self.slot_bytes:
-            raise DataError(f"{self.directory}: slot {sample} cannot be read; remove this directory and start again.")
+        cold = [place for place, sample in enumerate(samples) if not self._copy(sample, parts[place], os.RWF_NOWAIT)]
+        for place in cold:
+            start = samples[place] * self.slot_bytes
+            os.posix_fadvise(self._slots_file, start, self.slot_bytes, os.POSIX_FADV_WILLNEED)
+        for place in cold:
+            if not self._copy(samples[place], parts[place], 0):
+                raise DataError(
+                    f"{self.directory}: slot {samples[place]} cannot be read; remove this directory and start again."
+                )
+
+    def _copy(self, sample: int, parts: list[np.ndarray], flags: int) -> bool:
+        """Whether the whole slot was copied. With RWF_NOWAIT, not when the disk would have to be waited for."""
+        try:
+            return os.preadv(self._slots_file, parts, sample * self.slot_bytes, flags) == self.slot_bytes
+        except OSError:
+            if flags:  # not in memory, or the file system does not know the flag
+                return False
+            raise
 
     def write(self, samples: np.ndarray, values: Tensor) -> None:
         """Store `values` [B, *shape] of `dtype`, on the host, for `samples`; those that are there already are kept."""

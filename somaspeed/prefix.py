@@ -107,9 +107,8 @@ class CachedPrefix:
         lease = self.ring.lease()
         rows = lease.memory[: size * self.cache.slot_bytes].view(size, -1)
         computed = set(batch.image_rows.tolist())
-        for row, sample in enumerate(batch.sample.tolist()):
-            if row not in computed:
-                self.cache.read(sample, rows[row])
+        stored = [row for row in range(size) if row not in computed]
+        self.cache.scatter(batch.sample[stored].tolist(), [[rows[row].numpy()] for row in stored])
         return {"frozen": rows.view(self.cache.dtype).view(size, *self.cache.shape), "frozen_lease": lease}
 
     def complete(self, batch: Batch, moved: Batch, inputs: Any) -> Tensor:

@@ -135,6 +135,41 @@ def test_processes_share_one_mapping(directory: Path, reader, cache) -> None:
     assert read_number(out["image2"][0].numpy()) == 7 + CAMERA_STRIDE
 
 
+def test_what_is_not_in_memory_is_asked_for_at_once(reader, cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a cold disk, or one whose file system cannot say: all announced, then read, with the same bytes."""
+    with contextlib.closing(small_loader(reader, frame_cache=cache)) as loader:
+        for _ in range(5):
+            next(loader)
+    assert cache.slots.filled() == 15
+    samples, rows = np.array([3, 7, 2]), np.array([2, 0, 1])
+
+    def served() -> dict[str, torch.Tensor]:
+        out = {name: torch.zeros((3, 32, 32, 3), dtype=torch.uint8) for name in cache.cameras}
+        cache.read(samples, rows, out)
+        return out
+
+    calls: list[str] = []
+    read, advise = os.preadv, os.posix_fadvise
+
+    def preadv(descriptor, parts, offset, flags):
+        calls.append("try" if flags else "read")
+        if flags:
+            raise BlockingIOError
+        return read(descriptor, parts, offset, flags)
+
+    def fadvise(descriptor, start, length, advice):
+        calls.append("announce")
+        advise(descriptor, start, length, advice)
+
+    warm = served()
+    monkeypatch.setattr("dataio.slots.os.preadv", preadv)
+    monkeypatch.setattr("dataio.slots.os.posix_fadvise", fadvise)
+    cold = served()
+    assert calls == ["try"] * 3 + ["announce"] * 3 + ["read"] * 3
+    assert all(torch.equal(warm[name], cold[name]) for name in warm)
+    assert [read_number(warm["image"][row].numpy()) for row in rows] == samples.tolist()
+
+
 def test_a_kill_while_writing_leaves_no_half_frame(directory: Path, reader, tmp_path: Path) -> None:
     """The writer is killed inside a slot: its first camera is there, the slot does not count."""
     script = (
