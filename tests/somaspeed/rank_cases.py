@@ -1,9 +1,7 @@
-"""Run under torchrun by test_reduction.py: each case prints one JSON line from rank 0."""
+"""What test_reduction.py runs on every rank."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 
 import torch
@@ -137,7 +135,7 @@ def slow_link(ranks: Ranks, lookahead: int) -> float:
     return sorted(steps)[len(steps) // 2] / max(prefix + expert, link)
 
 
-def main() -> None:
+def cases() -> dict:
     torch.set_num_threads(1)
     ranks = Ranks(ParallelConfig(timeout_seconds=60))
     found: dict = {"world": ranks.world}
@@ -153,10 +151,5 @@ def main() -> None:
         found["norms"] = [three_and_four(ranks, 1), three_and_four(ranks, 2)]
         found["hidden"] = slow_link(ranks, lookahead=1)
         found["awaited"] = slow_link(ranks, lookahead=0)
-    if ranks.main:
-        print("RESULT " + json.dumps(found), flush=True)
     ranks.close()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return found

@@ -24,6 +24,7 @@ from somaspeed.native.lerobot import our_order
 from somaspeed.native.stopwatch import NATIVE_PHASES, NativeSummary
 from tests.conftest import ROOT
 from tests.dataio.tiny_lerobot import write_dataset
+from tests.somaspeed.ranks import on_ranks
 from tests.somaspeed.upstream_cases import pi05_losses
 
 STEPS = 5
@@ -87,9 +88,8 @@ def on_two_ranks(*words: str) -> str:
 
 def test_two_ranks_give_the_losses_of_lerobots_own_script_on_two_ranks(dataset, tmp_path):
     """The mean over ranks; and the loss of one rank alone is another."""
-    script = on_two_ranks("-m", "tests.somaspeed.upstream_cases", str(dataset), str(tmp_path / "upstream"), str(STEPS))
-    expected = json.loads(next(line for line in script.splitlines() if line.startswith("[") and line.endswith("]")))
-    on_two_ranks("-m", "somaspeed.native", *command("pi05", dataset, tmp_path / "ours"))
+    expected = on_ranks(2, "tests.somaspeed.upstream_cases:on_a_rank", dataset, tmp_path / "upstream", STEPS)[0].result
+    on_ranks(2, "somaspeed.native.__main__:main", command("pi05", dataset, tmp_path / "ours"))
     assert [record["loss"] for record in records(tmp_path / "ours")] == expected and len(expected) == STEPS
     written = summary(tmp_path / "ours")
     assert (written.ranks, written.completed_steps) == (2, STEPS)
@@ -98,7 +98,7 @@ def test_two_ranks_give_the_losses_of_lerobots_own_script_on_two_ranks(dataset, 
 
 
 def test_the_trainer_runs_on_two_ranks(dataset, tmp_path):
-    on_two_ranks("-m", "somaspeed.native", *command("groot", dataset, tmp_path / "out", "training.steps=3"))
+    on_ranks(2, "somaspeed.native.__main__:main", command("groot", dataset, tmp_path / "out", "training.steps=3"))
     losses = [record["loss"] for record in records(tmp_path / "out")]
     assert len(losses) == 3 and np.isfinite(losses).all() and summary(tmp_path / "out").ranks == 2
 

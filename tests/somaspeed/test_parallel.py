@@ -19,7 +19,7 @@ from somaspeed.parallel import Ranks
 from somaspeed.reduction import Layout
 from somaspeed.train import main
 from tests.conftest import ROOT
-from tests.somaspeed.counted_train import train_on
+from tests.somaspeed.ranks import on_ranks
 
 STEPS = 20
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -31,7 +31,8 @@ def run(output: Path, shards: Path, ranks: int, microbatch: int, extra: tuple[st
     if ranks == 1:
         assert main(arguments) == 0
     else:
-        check_traffic(*train_on(ranks, arguments), sharded="parallel.shard=2" in extra)
+        first = on_ranks(ranks, "tests.somaspeed.counted_train:run", arguments)[0]
+        check_traffic(first.printed, first.result, sharded="parallel.shard=2" in extra)
     return logged(output)
 
 

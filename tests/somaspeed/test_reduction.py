@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 
-from tests.conftest import ROOT
+from tests.somaspeed.ranks import on_ranks
 
 
 def run(ranks: int) -> dict:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launcher, "-m", "tests.somaspeed.rank_cases"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))[7:])
+    return on_ranks(ranks, "tests.somaspeed.rank_cases:cases")[0].result
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,7 @@
-"""LeRobot's own training script on the tiny π0.5, without anything of our stopwatch.
-
-Run under torchrun, `python -m tests.somaspeed.upstream_cases DATASET OUTPUT STEPS` prints the mean losses over ranks.
-"""
+"""LeRobot's own training script on the tiny π0.5, without anything of our stopwatch."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from unittest import mock
@@ -70,17 +66,12 @@ def pi05_losses(dataset: Path, output: Path, steps: int, seed: int = 42) -> list
     return losses
 
 
-def main() -> None:
-    dataset, output, steps = sys.argv[1:]
+def on_a_rank(dataset: Path, output: Path, steps: int) -> list[float]:
+    """The mean losses over ranks."""
     dist.init_process_group("gloo")
     with mock.patch.object(dist, "destroy_process_group", lambda *_: None):  # the script ends with it
-        losses = pi05_losses(Path(dataset), Path(output), int(steps))
+        losses = pi05_losses(dataset, output, steps)
     every: list[list[float]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(every, losses)
-    if dist.get_rank() == 0:
-        print(json.dumps([sum(step) / len(step) for step in zip(*every, strict=True)]))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return [sum(step) / len(step) for step in zip(*every, strict=True)]
