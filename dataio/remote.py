@@ -189,12 +189,11 @@ class TarCache:
         """The tar's path, once it is there. Raises DataError when it cannot be fetched."""
         path = self._path(shard)
         with self._lock:
-            if path.exists():
-                os.utime(path)
-                return path
             future = self._start(shard)
-        assert future is not None
-        future.result()
+            if future is None:
+                os.utime(path)
+        if future:
+            future.result()
         return path
 
     def close(self) -> None:
@@ -204,6 +203,7 @@ class TarCache:
         return self._directory / f"{self._shards[shard].tar_sha256}.tar"
 
     def _start(self, shard: int) -> concurrent.futures.Future[None] | None:
+        """The fetch of a shard, started unless it is under way; None when the tar is there."""
         if self._path(shard).exists():
             return None
         future = self._fetching.get(shard)

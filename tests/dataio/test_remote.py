@@ -93,6 +93,18 @@ def test_what_is_not_there_is_named(server: Server, tmp_path: Path) -> None:
         open_shards("htp://example.org/shards", "auto", tmp_path, PLENTY)
 
 
+def test_a_tar_that_arrives_while_it_is_looked_for(server: Server, tmp_path: Path, monkeypatch) -> None:
+    """It is there in whichever of its looks the cache first finds it."""
+    reader = RemoteShards(server.url, tmp_path / "cache", PLENTY)
+    tar, exists = reader._cache.get(3), Path.exists
+    for unseen in range(3):
+        looks = iter([False] * unseen)
+        monkeypatch.setattr(Path, "exists", lambda path, looks=looks: next(looks, exists(path)))
+        assert reader._cache.get(3) == tar
+    monkeypatch.undo()
+    reader.close()
+
+
 def test_the_cache_is_bounded_and_fetches_ahead(server: Server, tmp_path: Path) -> None:
     size = max(path.stat().st_size for path in server.directory.glob("*.tar"))
     cache = tmp_path / "cache"
