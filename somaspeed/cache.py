@@ -20,6 +20,7 @@ from somaspeed.config import ConfigError
 __all__ = ["DURABLE", "SHARED_MEMORY", "WRITTEN", "PrefixCache", "open_cache", "read_bandwidth", "weights_digest"]
 CHUNK = 1 << 24  # elements hashed at a time
 PROBE_BYTES = 256 << 20
+ADVICE = 'Set prefix.directory to a larger disk, or prefix.cache = "off".'
 
 
 def open_cache(
@@ -29,9 +30,8 @@ def open_cache(
 
     Raises ConfigError, with the numbers, when a cache that is yet to be filled does not fit.
     """
-    advice = 'Set prefix.directory to a larger disk, or prefix.cache = "off".'
     try:
-        return open_slots(root, key, samples, shape, dtype, "prefix.cache", advice)
+        return open_slots(root, key, samples, shape, dtype, "prefix.cache", ADVICE)
     except DataError as error:
         raise ConfigError(str(error)) from None
 

@@ -69,7 +69,7 @@ def write_optimizer(output: Path, step: int, optimizer: ArenaAdamW, shard: int, 
 def finish(output: Path, state: TrainingState, keep: int | None) -> Path:
     """Write the state, flush everything and give the checkpoint its name. Main rank, after all have written."""
     temporary = partial(output, state.step)
-    final = output / "checkpoints" / f"{state.step:06d}"
+    final = place(output, state.step)
     write_bytes(temporary / TRAINING / "state.json", msgspec.json.format(msgspec.json.encode(state), indent=1))
     origin = state.identity | {"step": state.step}
     write_bytes(temporary / PRETRAINED / ORIGIN, msgspec.json.format(msgspec.json.encode(origin), indent=1))
@@ -85,8 +85,13 @@ def finish(output: Path, state: TrainingState, keep: int | None) -> Path:
     return final
 
 
+def place(output: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is once it is finished."""
+    return output / "checkpoints" / f"{step:06d}"
+
+
 def partial(output: Path, step: int) -> Path:
-    return output / "checkpoints" / f"{step:06d}{PARTIAL}"
+    return place(output, step).with_name(f"{step:06d}{PARTIAL}")
 
 
 def link_last(final: Path) -> None:

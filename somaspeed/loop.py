@@ -175,7 +175,7 @@ class Trainer:
             self.save()
         if self.ranks.main:
             if to_evaluate:
-                self.evaluations.submit(self.step, self.checkpoint_of(self.step) / checkpoint.PRETRAINED)
+                self.evaluations.submit(self.step, checkpoint.place(self.output, self.step) / checkpoint.PRETRAINED)
             for result in self.evaluations.poll():
                 writer.evaluation(result, self.step)
 
@@ -243,7 +243,7 @@ class Trainer:
         layout = self.reduction.layout
         if self.ranks.main:
             temporary = checkpoint.begin(self.output, self.step)
-            final = self.checkpoint_of(self.step)
+            final = checkpoint.place(self.output, self.step)
             self.policy.save(temporary / checkpoint.PRETRAINED, final / checkpoint.PRETRAINED)
         self.ranks.barrier()
         if self.ranks.rank < layout.shards:  # the first shard group
@@ -261,9 +261,6 @@ class Trainer:
             checkpoint.finish(self.output, state, self.settings.keep_checkpoints)
         self.ranks.barrier()
         self.saved_step = self.step
-
-    def checkpoint_of(self, step: int) -> Path:
-        return self.output / "checkpoints" / f"{step:06d}"
 
     def open_writers(self) -> Writers:
         return Writers(self.config, self.ranks, self.first_step, self.global_batch)

@@ -15,6 +15,7 @@ from dataio.blocks import describe
 from dataio.manifest import DataError, Manifest
 from dataio.reader import ShardReader
 from dataio.slots import free_bytes
+from somaspeed.cache import ADVICE
 from somaspeed.config import Config
 from somaspeed.data import decode_device, frame_cache_place_of
 from somaspeed.policies.base import Policy
@@ -136,10 +137,7 @@ def check_prefix_cache(config: Config, policy: Policy, samples: int) -> str:
     free = free_bytes(root)
     text = f"{needed / 1e9:.2f} GB for the prefix cache in {root}, {free / 1e9:.1f} GB are free"
     if needed > present + free:
-        raise DataError(
-            f"prefix.cache: {samples} slots of {needed / samples / 1e6:.2f} MB need {text}. "
-            'Set prefix.directory to a larger disk, or prefix.cache = "off".'
-        )
+        raise DataError(f"prefix.cache: {samples} slots of {needed / samples / 1e6:.2f} MB need {text}. {ADVICE}")
     return text
 
 
