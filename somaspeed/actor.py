@@ -12,13 +12,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from dataio.manifest import did_you_mean
-from somaspeed.checkpoint import ORIGIN, CheckpointError, load_processors
+from somaspeed.checkpoint import CheckpointError, find_policy, load_origin, load_processors
 
 OBS_IMAGES, OBS_STATE = "observation.images", "observation.state"
 FLOW_STEPS = ("num_inference_steps", "num_inference_timesteps")  # what LeRobot's policies call them
@@ -105,9 +104,7 @@ class Actor:
         return self.chunks(batch, state[None], [task], seed)[0, : self.n_action_steps]
 
     @torch.no_grad()
-    def chunks(
-        self, images: Mapping[str, np.ndarray], state: np.ndarray, tasks: list[str], seed: int
-    ) -> np.ndarray:
+    def chunks(self, images: Mapping[str, np.ndarray], state: np.ndarray, tasks: list[str], seed: int) -> np.ndarray:
         """Whole action chunks, float32 [B, chunk, D], of uint8 images [B, H, W, 3] and states float32 [B, S]."""
         observation: dict[str, Any] = {OBS_STATE: torch.from_numpy(np.array(state, np.float32)), "task": tasks}
         for camera in self.cameras:
@@ -130,20 +127,10 @@ def checkpoint_directory(path: Path) -> Path:
 
     Raises CheckpointError when there is none.
     """
-    for candidate in (path, path / "pretrained_model", path / "checkpoints" / "last" / "pretrained_model"):
-        if (candidate / "config.json").is_file():
-            return candidate
+    found = find_policy(path)
+    if found:
+        return found
     raise CheckpointError(f"{path}: no LeRobot policy (config.json) here, nor in pretrained_model/ under it.")
-
-
-def load_origin(directory: Path) -> dict[str, Any]:
-    """What `somaspeed.json` says of the run that wrote the checkpoint; empty when there is none."""
-    try:
-        return msgspec.json.decode((directory / ORIGIN).read_bytes(), type=dict[str, Any])
-    except FileNotFoundError:
-        return {}
-    except msgspec.MsgspecError as error:
-        raise CheckpointError(f"{directory / ORIGIN}: not readable: {error}") from None
 
 
 def load_config(directory: Path) -> Any:

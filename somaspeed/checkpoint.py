@@ -85,6 +85,25 @@ def finish(output: Path, state: TrainingState, keep: int | None) -> Path:
     return final
 
 
+def find_policy(path: Path) -> Path | None:
+    """The LeRobot policy directory that `path` names: itself, a checkpoint's, or a run's newest."""
+    candidates = (path, path / PRETRAINED, path / "checkpoints" / LAST / PRETRAINED)
+    return next((candidate for candidate in candidates if (candidate / "config.json").is_file()), None)
+
+
+def load_origin(directory: Path) -> dict[str, Any]:
+    """What `somaspeed.json` says of the run that wrote the checkpoint; empty when there is none.
+
+    Raises CheckpointError when it cannot be read.
+    """
+    try:
+        return msgspec.json.decode((directory / ORIGIN).read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        return {}
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(f"{directory / ORIGIN}: not readable: {error}") from None
+
+
 def place(output: Path, step: int) -> Path:
     """Where the checkpoint of `step` is once it is finished."""
     return output / "checkpoints" / f"{step:06d}"

@@ -19,7 +19,7 @@ import httpx
 from huggingface_hub import HfApi, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 
-from somaspeed.checkpoint import LAST, ORIGIN, PRETRAINED
+from somaspeed.checkpoint import find_policy, load_origin
 
 CARD = "README.md"
 LOADING = """\
@@ -104,7 +104,7 @@ class Hub:
                     repo_id=self.repository,
                     repo_type="model",
                     folder_path=staged,
-                    commit_message=f"Step {origin_of(directory).get('step', 'unknown')}",
+                    commit_message=f"Step {load_origin(directory).get('step', 'unknown')}",
                 )
         except FAILURES as error:
             raise UploadError(
@@ -122,12 +122,6 @@ class Hub:
 
 def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-def origin_of(directory: Path) -> dict[str, Any]:
-    """What the checkpoint says of the run it is from; empty where it says nothing."""
-    path = directory / ORIGIN
-    return json.loads(path.read_bytes()) if path.is_file() else {}
 
 
 def stage(directory: Path, staged: Path) -> None:
@@ -152,7 +146,7 @@ def stage(directory: Path, staged: Path) -> None:
 def card(directory: Path, repository: str, dataset: str) -> str:
     """The model card: LeRobot's metadata, how to load it, and what the run measured, from the files it left."""
     config = json.loads((directory / "config.json").read_bytes())
-    origin, kind = origin_of(directory), config["type"]
+    origin, kind = load_origin(directory), config["type"]
     base = origin.get("model.path", "")
     data = ModelCardData(
         library_name="lerobot",
@@ -196,7 +190,7 @@ def on_hub(name: str) -> bool:
 
 def facts(directory: Path, dataset: str) -> dict[str, str]:
     """What is known of the run, as text: from `somaspeed.json`, `summary.json` and `metrics.jsonl`."""
-    origin = origin_of(directory)
+    origin = load_origin(directory)
     if not origin:
         return {"data": dataset} if dataset else {}
     base, step, output = origin.get("model.path", ""), origin["step"], directory.resolve().parents[2]
@@ -228,9 +222,9 @@ def read_records(path: Path, step: int) -> list[dict[str, Any]]:
 
 def policy_directory(place: Path) -> Path:
     """The policy directory that `place` names: itself, a checkpoint's, or a run's newest. Raises HubError."""
-    for path in (place, place / PRETRAINED, place / "checkpoints" / LAST / PRETRAINED):
-        if (path / "config.json").is_file():
-            return path.resolve()
+    found = find_policy(place)
+    if found:
+        return found.resolve()
     raise HubError(f"{place}: no LeRobot policy directory there, nor a checkpoint or a run that holds one.")
 
 
