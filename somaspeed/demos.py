@@ -23,7 +23,7 @@ from dataio.atomic import PARTIAL, write_bytes
 from dataio.manifest import DataError
 from somaspeed.sim import protocol
 from somaspeed.sim.pool import Conversation, Pool
-from somaspeed.sim.protocol import Collect, Episode, Frames, Ready, Render
+from somaspeed.sim.protocol import Collect, Episode, Frames, Ready, Render, Rendering
 from somaspeed.sim.seeds import episode_seed
 
 RECORD = "somaspeed_demos.json"
@@ -60,6 +60,7 @@ class JobRecord(msgspec.Struct, frozen=True):
     noise: float
     store: Literal["image", "video"]
     versions: dict[str, str]
+    rendering: Rendering = "full"
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -102,7 +103,7 @@ def make_demos(
     """
     ready = pool.greeting()
     chosen = checked_tasks(ready, tasks)
-    job = JobRecord(suite, chosen, episodes_per_task, seed, noise, store, ready.versions)
+    job = JobRecord(suite, chosen, episodes_per_task, seed, noise, store, ready.versions, ready.rendering)
     if out.exists():
         return finished(out, job)
     work = out.with_name(out.name + PARTIAL)
@@ -197,7 +198,7 @@ def render(
     missing = [demo for demo in demos if not (work / "frames" / demo.name).exists()]
 
     def converse(demo: Demo) -> Conversation[Frames]:
-        reply = yield Render(demo.task, episodes[demo].states)
+        reply = yield Render(demo.task, demo.seed, episodes[demo].states)
         assert isinstance(reply, Frames)
         return reply
 

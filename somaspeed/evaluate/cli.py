@@ -26,7 +26,7 @@ from somaspeed.evaluate import report  # noqa: E402
 from somaspeed.evaluate.blind import Demonstrations, NearestState, Replay  # noqa: E402
 from somaspeed.evaluate.trials import Driver, Outcome, Records, Settings, Trial, plan, play  # noqa: E402
 from somaspeed.sim.pool import Pool, PoolError, default_workers, simulator_command  # noqa: E402
-from somaspeed.sim.protocol import Observation, Ready  # noqa: E402
+from somaspeed.sim.protocol import RENDERINGS, Observation, Ready  # noqa: E402
 
 MAX_STEPS = 280  # LeRobot's limit for LIBERO Spatial: the longest demonstration has 193 steps
 AGAINST = ("untrained", "replay", "nearest")
@@ -66,6 +66,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--shards", metavar="DIR", help="demonstrations for replay and nearest")
     add("--workers", type=positive, default=default_workers(), metavar="N", help="environments, 2 GB each")
+    add("--rendering", choices=RENDERINGS, default="full", help="see make_libero_demos.py (default: %(default)s)")
     add("--videos", type=int, default=1, metavar="N", help="episodes filmed per task (default: %(default)s)")
     add("--device", metavar="cpu|cuda", help="of the policy (default: cuda where there is one)")
     add("--output", type=Path, metavar="DIR", help="records and videos (default: evaluation/SUITE by the checkpoint)")
@@ -94,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     console = Console(highlight=False, soft_wrap=True)
     try:
-        evaluate(arguments, simulator_command(arguments.suite), console)
+        evaluate(arguments, simulator_command(arguments.suite, arguments.rendering), console)
     except (CheckpointError, DataError, PoolError, OSError) as error:
         print(f"somaspeed-eval: error: {error}", file=sys.stderr)
         return 2
@@ -149,6 +150,7 @@ def settings_of(arguments: argparse.Namespace, actor: Actor, ready: Ready) -> Se
         seed=arguments.seed,
         first_init=arguments.first_init,
         versions={name: importlib.metadata.version(name) for name in PACKAGES} | ready.versions,
+        rendering=ready.rendering,
     )
 
 

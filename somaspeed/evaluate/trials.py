@@ -19,7 +19,7 @@ from dataio.atomic import write_bytes
 from dataio.manifest import DataError
 from somaspeed.evaluate.video import save_video
 from somaspeed.sim.pool import Conversation, Pool
-from somaspeed.sim.protocol import Act, Begin, Finished, Observation
+from somaspeed.sim.protocol import Act, Begin, Finished, Observation, Rendering
 from somaspeed.sim.seeds import episode_seed
 
 FILM_EVERY = 2  # control steps
@@ -66,6 +66,7 @@ class Settings(msgspec.Struct, frozen=True):
     seed: int
     first_init: int
     versions: dict[str, str]
+    rendering: Rendering = "full"
 
 
 def plan(tasks: Mapping[int, int], episodes: int, first_init: int, seed: int) -> list[Trial]:

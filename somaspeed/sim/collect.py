@@ -46,8 +46,9 @@ def play(
     return False, states, proprioception, actions
 
 
-def render(scene: LiberoScene, states: np.ndarray) -> Frames:
-    """Every camera at every state, as PNG files."""
+def render(scene: LiberoScene, seed: int, states: np.ndarray) -> Frames:
+    """Every camera at every state of an episode that was begun with `seed`, as PNG files."""
+    scene.furnish(seed)
     images: dict[str, list[bytes]] = {name: [] for name in CAMERAS}
     for state in states:
         scene.restore(state)

@@ -19,7 +19,8 @@ with contextlib.redirect_stdout(io.StringIO()):
     from libero.libero import benchmark, get_libero_path
     from libero.libero.envs.env_wrapper import ControlEnv
 
-from somaspeed.sim.protocol import Task  # noqa: E402
+from somaspeed.sim.protocol import Rendering, Task  # noqa: E402
+from somaspeed.sim.rendering import Renderer  # noqa: E402
 from somaspeed.sim.rotation import axis_angle  # noqa: E402
 
 SIDE = 256  # pixels
@@ -34,15 +35,15 @@ class SimulatorError(ValueError):
 
 
 class Suite:
-    """The tasks of one LIBERO suite."""
+    """The tasks of one LIBERO suite; its scenes are rendered as `rendering` says."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, rendering: Rendering = "full") -> None:
         known = sorted(suite for suite in benchmark.get_benchmark_dict() if suite.startswith("libero_"))
         if name not in known:
             raise SimulatorError(f"suite {name!r} is not in this LIBERO. Known: {', '.join(known)}")
         with contextlib.redirect_stdout(io.StringIO()):
             self._suite = benchmark.get_benchmark(name)(task_order_index=0)
-        self.name = name
+        self.name, self._rendering = name, rendering
         self.inits = [np.asarray(self._suite.get_task_init_states(task)) for task in range(self._suite.n_tasks)]
         self.tasks = [Task(self._suite.get_task(task).language, len(inits)) for task, inits in enumerate(self.inits)]
 
@@ -52,22 +53,27 @@ class Suite:
             raise SimulatorError(f"suite {self.name} has tasks 0 to {len(self.tasks) - 1}, not {task}")
         description = self._suite.get_task(task)
         root = Path(get_libero_path("bddl_files"))
-        return LiberoScene(root / description.problem_folder / description.bddl_file, self.inits[task])
+        return LiberoScene(root / description.problem_folder / description.bddl_file, self.inits[task], self._rendering)
 
 
 class LiberoScene:
     """One task; see `rollout.Scene`. Cameras cost time only when they are asked for."""
 
-    def __init__(self, problem: Path, inits: np.ndarray) -> None:
+    def __init__(self, problem: Path, inits: np.ndarray, rendering: Rendering) -> None:
         self._env = ControlEnv(
             bddl_file_name=str(problem), use_camera_obs=False, has_offscreen_renderer=True, hard_reset=False
         )
         self._inits = inits
+        self._renderer = Renderer(self._env.sim, SIDE, rendering)
+
+    def furnish(self, seed: int) -> None:
+        """Place cabinet and stove, which are no part of a stored state: within 2 cm, drawn from `seed`."""
+        self._env.seed(seed)
+        self._env.reset()
 
     def reset(self, seed: int, init: int) -> None:
         # Unseeded, the same actions from the same initial state flip between success and failure.
-        self._env.seed(seed)
-        self._env.reset()
+        self.furnish(seed)
         # A soft reset leaves the last episode's gripper command in place, and the arm settles elsewhere.
         for robot in self._env.robots:
             robot.gripper.current_action = np.zeros_like(robot.gripper.current_action, dtype=np.float64)
@@ -92,11 +98,11 @@ class LiberoScene:
         return self._render("agentview")
 
     def simulator_state(self) -> np.ndarray:
-        """Time, positions and velocities, float64 [S]: what `restore` needs to render this moment later."""
+        """Time, positions and velocities, float64 [S]: with the seed, what it takes to render this moment later."""
         return self._env.get_sim_state().copy()
 
     def restore(self, state: np.ndarray) -> None:
-        """Put the scene into `state` for rendering. An episode that was being played cannot go on."""
+        """Put the furnished scene into `state` for rendering. An episode that was being played cannot go on."""
         self._env.sim.set_state_from_flattened(np.asarray(state, np.float64))
         self._env.sim.forward()
 
@@ -105,7 +111,7 @@ class LiberoScene:
 
     def _render(self, camera: str) -> np.ndarray:
         """uint8 [SIDE, SIDE, 3], turned by 180° against the simulator's raw image, as LIBERO's training data is."""
-        return self._env.sim.render(camera_name=camera, width=SIDE, height=SIDE)[::-1, ::-1]
+        return self._renderer.image(camera)[::-1, ::-1]
 
 
 def versions() -> dict[str, str]:

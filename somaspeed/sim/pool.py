@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import somaspeed
 from somaspeed.sim import protocol
-from somaspeed.sim.protocol import Failed, ProtocolError, Ready, Reply, Request
+from somaspeed.sim.protocol import Failed, ProtocolError, Ready, Rendering, Reply, Request
 
 ENVIRONMENT = "SOMASPEED_SIM_PYTHON"
 ATTEMPTS = 3  # of a job whose process dies
@@ -48,8 +48,8 @@ class Job(Protocol):
 type Conversation[R] = Generator[Request, Reply, R]
 
 
-def simulator_command(suite: str) -> list[str]:
-    """The command that starts a simulator process. Raises PoolError when there is no simulator environment."""
+def simulator_command(suite: str, rendering: Rendering = "full") -> list[str]:
+    """The command that starts a process simulating `suite`. Raises PoolError when there is no simulator environment."""
     named = os.environ.get(ENVIRONMENT)
     beside = Path(somaspeed.__file__).parents[1] / ".venv-sim" / "bin" / "python"
     python = Path(named) if named else beside
@@ -58,7 +58,7 @@ def simulator_command(suite: str) -> list[str]:
             f"no simulator at {python}; `make sim` installs it (or set {ENVIRONMENT} to the Python of an environment "
             "that has it)."
         )
-    return [str(python), "-m", "somaspeed.sim.worker", suite]
+    return [str(python), "-m", "somaspeed.sim.worker", suite, rendering]
 
 
 class Process:

@@ -6,12 +6,14 @@ Every request gets exactly one reply. A process greets with `Ready`, and ends wh
 from __future__ import annotations
 
 import struct
-from typing import IO, Any
+from typing import IO, Any, Literal, get_args
 
 import msgspec
 import numpy as np
 
 LENGTH = struct.Struct("<Q")
+Rendering = Literal["full", "fast"]  # see rendering.py
+RENDERINGS: tuple[Rendering, ...] = get_args(Rendering)
 LARGEST = 4 << 30  # bytes of one message; more means that the stream is not ours
 
 
@@ -49,9 +51,10 @@ class Collect(Message, frozen=True):
 
 
 class Render(Message, frozen=True):
-    """Render simulator states [n, S] of `task`. Replied to with Frames."""
+    """Render simulator states [n, S] of an episode of `task` that was begun with `seed`. Replied to with Frames."""
 
     task: int
+    seed: int
     states: np.ndarray
 
 
@@ -63,11 +66,12 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The greeting: what this process simulates, with which versions."""
+    """The greeting: what this process simulates, with which versions, and how it renders."""
 
     suite: str
     tasks: list[Task]
     versions: dict[str, str]
+    rendering: Rendering = "full"
 
 
 class Observation(Message, frozen=True):

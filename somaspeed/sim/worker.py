@@ -1,6 +1,5 @@
-"""A simulator process: `python -m somaspeed.sim.worker SUITE`, requests on standard input, replies on standard output.
-
-`--check` renders one frame and says so, then ends.
+"""A simulator process: `python -m somaspeed.sim.worker SUITE [full|fast]`, requests on standard input, replies on
+standard output. `--check` renders one frame and says so, then ends.
 """
 
 from __future__ import annotations
@@ -11,8 +10,10 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, BinaryIO
 
+import msgspec
+
 from somaspeed.sim import protocol
-from somaspeed.sim.protocol import Act, Begin, Collect, Failed, Ready, Render, Reply, Request
+from somaspeed.sim.protocol import Act, Begin, Collect, Failed, Ready, Render, Rendering, Reply, Request
 
 if TYPE_CHECKING:
     from somaspeed.sim.libero import LiberoScene
@@ -39,13 +40,13 @@ def take_over_stdout() -> BinaryIO:
 class Simulator:
     """Keeps the scene of the last task, since building one takes seconds."""
 
-    def __init__(self, suite: str) -> None:
+    def __init__(self, suite: str, rendering: Rendering) -> None:
         from somaspeed.sim import libero
 
-        self._suite = libero.Suite(suite)
+        self._suite = libero.Suite(suite, rendering)
         self._task = -1
         self._loaded: libero.LiberoScene
-        self.ready = Ready(suite, self._suite.tasks, libero.versions())
+        self.ready = Ready(suite, self._suite.tasks, libero.versions(), rendering)
 
     def handle(self, request: Request) -> Reply:
         from somaspeed.sim import collect
@@ -60,7 +61,7 @@ class Simulator:
             case Collect():
                 return collect.collect(self._scene(request.task), request)
             case Render():
-                return collect.render(self._scene(request.task), request.states)
+                return collect.render(self._scene(request.task), request.seed, request.states)
 
     def check(self) -> str:
         """Settle the first task's first initial state and render it; one line that says so."""
@@ -82,10 +83,11 @@ class Simulator:
 
 
 def main(arguments: list[str]) -> None:
-    suite, *rest = arguments
+    check = "--check" in arguments
+    suite, rendering = [*(word for word in arguments if word != "--check"), "full"][:2]
     output = take_over_stdout()
-    simulator = Simulator(suite)
-    if rest == ["--check"]:
+    simulator = Simulator(suite, msgspec.convert(rendering, Rendering))
+    if check:
         output.write(f"{simulator.check()}\n".encode())
         output.flush()
     else:

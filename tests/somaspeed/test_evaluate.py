@@ -189,7 +189,7 @@ def test_the_command_end_to_end(sample_dir, tmp_path, monkeypatch, capsys):
     config = str(ROOT / "configs" / "pi05" / "somaspeed-tiny.toml")
     short = ["training.steps=1", "training.microbatch=2", "training.warmup_steps=0", "data.held_out=0"]
     assert train(["--config", config, "--shards", str(sample_dir), f"output={output}", *short]) == 0
-    monkeypatch.setattr(cli, "simulator_command", lambda suite: COMMAND)
+    monkeypatch.setattr(cli, "simulator_command", lambda suite, rendering: COMMAND)
     arguments = ["--checkpoint", str(output), "--suite", "fake", "--tasks", "1", "--episodes", "2", "--max-steps", "4"]
     arguments += ["--n-action-steps", "2", "--flow-steps", "2", "--json", str(tmp_path / "result.json")]
     assert cli.main(arguments) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -103,13 +104,53 @@ def test_the_round_trip_through_a_checkpoints_processors_loses_nothing(simulator
 
 
 def test_frames_rendered_afterwards_are_those_that_were_seen(simulator, episode):
-    seen, frames = ask(simulator, begin(200), Render(0, episode.states[:1]))
+    seen, frames = ask(simulator, begin(200), Render(0, COLLECT.seed, episode.states[:1]))
     assert isinstance(seen, Observation) and isinstance(frames, Frames)
     for name, image in seen.images.items():
         later = np.asarray(Image.open(io.BytesIO(frames.images[name][0]))).astype(int)
         assert later.shape == (256, 256, 3) and image.std() > 10
         assert np.abs(later - image).mean() < 0.2, "a fifth of a grey level: half a millisecond of motion"
         assert np.abs(later[::-1] - image).mean() > 5, "and not upside down"
+
+
+def test_frames_rendered_by_another_process_are_the_same(simulator, episode):
+    """Cabinet and stove stand where the episode's seed puts them, and they are not in the simulator's state."""
+    request = Render(COLLECT.task, COLLECT.seed, episode.states[-1:])
+    (here,) = ask(simulator, request)
+    with Pool(simulator_command("libero_spatial"), 1, print) as pool:
+        other, there = ask(pool, Render(COLLECT.task, COLLECT.seed + 1, episode.states[-1:]), request)
+    assert isinstance(here, Frames) and here == there
+    assert other.images["image"] != there.images["image"]
+
+
+def test_fast_rendering_leaves_out_little(simulator, episode):
+    request = Render(COLLECT.task, COLLECT.seed, episode.states[::40])
+    (full,) = ask(simulator, request)
+    with Pool(simulator_command("libero_spatial", "fast"), 1, print) as pool:
+        (fast,) = ask(pool, request)
+        assert pool.greeting().rendering == "fast" and simulator.greeting().rendering == "full"
+    for name in full.images:
+        for one, other in zip(full.images[name], fast.images[name], strict=True):
+            apart = np.abs(decode_image(one).astype(int) - decode_image(other)).mean()
+            assert 0 < apart < 4, (name, apart)
+
+
+@pytest.mark.parametrize("at", [0, 50])
+def test_what_is_left_undrawn_is_not_seen(at, episode):
+    """Full rendering gives the simulator's own pixels."""
+    script = f"""
+import mujoco, sys, numpy as np
+from somaspeed.sim import libero, protocol
+scene = libero.Suite("libero_spatial").scene({COLLECT.task})
+scene.furnish({COLLECT.seed})
+scene.restore(np.frombuffer(sys.stdin.buffer.read()))
+for name, camera in libero.CAMERAS.items():
+    ours = scene.images()[name]
+    scene._env.sim._render_context_offscreen.scn.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 1
+    print(np.array_equal(ours, scene._env.sim.render(camera_name=camera, width=256, height=256)[::-1, ::-1]))
+"""
+    done = subprocess.run([SIMULATOR, "-c", script], input=episode.states[at].tobytes(), capture_output=True)
+    assert done.stdout.split() == [b"True", b"True"], done.stderr.decode()
 
 
 def test_frames_look_like_the_shipped_sample(simulator, sample, tmp_path):
