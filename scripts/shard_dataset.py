@@ -50,9 +50,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="where the shards go; the same command resumes there",
     )
     add("--episodes", metavar="LIST", help="which episodes, e.g. 0:10 (0 to 9) or 0,3,6:8 (default: all)")
-    add(
-        "--codec", choices=("jpeg", "png"), default="jpeg", help="png is lossless, about three times as large"
-    )
+    add("--codec", choices=("jpeg", "png"), default="jpeg", help="png is lossless, about three times as large")
     add("--quality", type=int, default=95, help="of JPEG, 1 to 100 (default: %(default)s)")
     add(
         "--subsampling",

@@ -84,9 +84,7 @@ def two_valued(column: np.ndarray) -> bool:
     return bool(high > low and near.mean() > 0.95 and 0.02 < (column > (low + high) / 2).mean() < 0.98)
 
 
-def check_statistics(
-    processors: Mapping[str, Any], manifest: Manifest, trained_on: str | None
-) -> list[Finding]:
+def check_statistics(processors: Mapping[str, Any], manifest: Manifest, trained_on: str | None) -> list[Finding]:
     """Compare the statistics in the checkpoint's processors with the shards'.
 
     `trained_on` is the fingerprint of the training shards, where it is known.

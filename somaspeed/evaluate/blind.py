@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from dataio.manifest import DataError
 from dataio.reader import ShardReader
@@ -44,6 +46,8 @@ class Demonstrations:
 class Replay:
     """Plays each task's first demonstration, whatever happens."""
 
+    blind = True
+
     def __init__(self, demonstrations: Demonstrations) -> None:
         self._demonstrations = demonstrations
 
@@ -52,14 +56,54 @@ class Replay:
         return self._demonstrations.after(task, min(seen.steps, last))
 
 
-class NearestState:
-    """Does what was done in the demonstrated state that is closest, in units of each dimension's spread."""
+class StateRegressor:
+    """A network from task and proprioception to the next actions, fitted to the demonstrations by least squares.
+
+    Two hidden layers; states and actions are scaled by their mean and spread. The same demonstrations give the same
+    network on the same machine.
+    """
+
+    blind = True
+    HIDDEN, EPOCHS, BATCH, RATE = 256, 40, 256, 1e-3
 
     def __init__(self, demonstrations: Demonstrations) -> None:
-        self._demonstrations = demonstrations
-        states = demonstrations.state.items()
-        self._scale = {task: 1 / np.maximum(state.std(axis=0), 1e-6) for task, state in states}
+        tasks = sorted(demonstrations.state)
+        self._column = {task: column for column, task in enumerate(tasks)}
+        state = np.concatenate([demonstrations.state[task] for task in tasks])
+        self._mean, self._spread = state.mean(axis=0), np.maximum(state.std(axis=0), 1e-6)
+        inputs = torch.cat([self._inputs(task, demonstrations.state[task]) for task in tasks])
+        rows = [(task, row) for task in tasks for row in range(len(demonstrations.state[task]))]
+        targets = torch.from_numpy(np.stack([demonstrations.after(task, row) for task, row in rows]))
+        self._center, self._scale = targets.mean(dim=(0, 1)), targets.std(dim=(0, 1)).clamp_min(1e-6)
+        with torch.random.fork_rng([]):
+            torch.manual_seed(0)
+            self._network = nn.Sequential(
+                nn.Linear(inputs.shape[1], self.HIDDEN),
+                nn.ReLU(),
+                nn.Linear(self.HIDDEN, self.HIDDEN),
+                nn.ReLU(),
+                nn.Linear(self.HIDDEN, targets[0].numel()),
+                nn.Unflatten(1, targets[0].shape),
+            )
+            self._fit(inputs, (targets - self._center) / self._scale)
 
     def act(self, task: int, seen: Observation, seed: int) -> np.ndarray:
-        away = (self._demonstrations.state[task] - seen.state) * self._scale[task]
-        return self._demonstrations.after(task, int((away**2).sum(axis=1).argmin()))
+        with torch.no_grad():
+            return (self._network(self._inputs(task, seen.state[None]))[0] * self._scale + self._center).numpy()
+
+    def _inputs(self, task: int, state: np.ndarray) -> Tensor:
+        """float32 [N, tasks + S] of states [N, S]."""
+        which = np.zeros((len(state), len(self._column)), np.float32)
+        which[:, self._column[task]] = 1
+        return torch.from_numpy(np.concatenate([which, (state - self._mean) / self._spread], axis=1))
+
+    def _fit(self, inputs: Tensor, targets: Tensor) -> None:
+        optimizer = torch.optim.Adam(self._network.parameters(), self.RATE)
+        batches = self.EPOCHS * -(-len(inputs) // self.BATCH)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, batches)
+        for _ in range(self.EPOCHS):
+            for rows in torch.randperm(len(inputs)).split(self.BATCH):
+                optimizer.zero_grad()
+                nn.functional.mse_loss(self._network(inputs[rows]), targets[rows]).backward()
+                optimizer.step()
+                schedule.step()

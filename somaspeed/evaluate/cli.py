@@ -23,13 +23,14 @@ from somaspeed.actor import Actor, fingerprint  # noqa: E402
 from somaspeed.checkpoint import CheckpointError  # noqa: E402
 from somaspeed.demos import CAMERAS, checked_tasks, task_list  # noqa: E402
 from somaspeed.evaluate import report  # noqa: E402
-from somaspeed.evaluate.blind import Demonstrations, NearestState, Replay  # noqa: E402
+from somaspeed.evaluate.blind import Demonstrations, Replay, StateRegressor  # noqa: E402
 from somaspeed.evaluate.trials import Driver, Outcome, Records, Settings, Trial, plan, play  # noqa: E402
 from somaspeed.sim.pool import Pool, PoolError, default_workers, simulator_command  # noqa: E402
 from somaspeed.sim.protocol import RENDERINGS, Observation, Ready  # noqa: E402
 
 MAX_STEPS = 280  # LeRobot's limit for LIBERO Spatial: the longest demonstration has 193 steps
-AGAINST = ("untrained", "replay", "nearest")
+AGAINST = ("untrained", "replay", "regressor")
+BLIND: dict[str, type[Replay | StateRegressor]] = {"replay": Replay, "regressor": StateRegressor}
 PACKAGES = ("somaspeed", "lerobot", "torch", "transformers")
 
 EPILOG = """\
@@ -61,10 +62,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         type=contestants,
         default=[],
         metavar="LIST",
-        help="also play untrained,replay,nearest: the policy with random weights, one demonstration blindly, and the "
-        "demonstration in the nearest state",
+        help="also play untrained,replay,regressor: the policy with random weights, one demonstration blindly, and a "
+        "network of task and proprioception alone",
     )
-    add("--shards", metavar="DIR", help="demonstrations for replay and nearest")
+    add("--shards", metavar="DIR", help="demonstrations for replay and regressor")
     add("--workers", type=positive, default=default_workers(), metavar="N", help="environments, 2 GB each")
     add("--rendering", choices=RENDERINGS, default="full", help="see make_libero_demos.py (default: %(default)s)")
     add("--videos", type=int, default=1, metavar="N", help="episodes filmed per task (default: %(default)s)")
@@ -72,8 +73,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--output", type=Path, metavar="DIR", help="records and videos (default: evaluation/SUITE by the checkpoint)")
     add("--json", type=Path, metavar="FILE", help="where the result goes (default: OUTPUT/result.json)")
     arguments = parser.parse_args(argv)
-    if {"replay", "nearest"} & set(arguments.against) and not arguments.shards:
-        parser.error("--against replay or nearest needs --shards with demonstrations")
+    if BLIND.keys() & set(arguments.against) and not arguments.shards:
+        parser.error("--against replay or regressor needs --shards with demonstrations")
     return arguments
 
 
@@ -157,6 +158,8 @@ def settings_of(arguments: argparse.Namespace, actor: Actor, ready: Ready) -> Se
 class Sighted:
     """A policy as a driver: it is given the images, the state and the instruction."""
 
+    blind = False
+
     def __init__(self, actor: Actor, languages: list[str]) -> None:
         self._actor, self._languages = actor, languages
 
@@ -169,11 +172,10 @@ def rivals(arguments: argparse.Namespace, actor: Actor, languages: list[str], ta
     drivers: dict[str, Driver] = {}
     if "untrained" in arguments.against:
         drivers["untrained"] = Sighted(actor.untrained(), languages)
-    if arguments.shards:
+    if BLIND.keys() & set(arguments.against):
         reader = ShardReader(arguments.shards, "size")
         demonstrations = Demonstrations(reader, {task: languages[task] for task in tasks}, actor.n_action_steps)
-        blind: dict[str, Driver] = {"replay": Replay(demonstrations), "nearest": NearestState(demonstrations)}
-        drivers |= {name: driver for name, driver in blind.items() if name in arguments.against}
+        drivers |= {name: driver(demonstrations) for name, driver in BLIND.items() if name in arguments.against}
     return drivers
 
 

@@ -15,7 +15,7 @@ from somaspeed.evaluate.trials import Outcome, Settings
 RIVALS = {
     "untrained": "with random weights",
     "replay": "blind replay of one demo",
-    "nearest": "blind, by the nearest demo state",
+    "regressor": "state-only regressor",
 }
 
 
@@ -83,7 +83,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
     console.print(", ".join(f"{name} {version}" for name, version in settings["versions"].items()))
     if report["simulator_crashes"]:
         console.print(f"simulator processes died {report['simulator_crashes']} times; their episodes were run again")
-    if not {"replay", "nearest"} & set(report["against"]):
+    if not {"replay", "regressor"} & set(report["against"]):
         console.print("Success alone does not prove vision: blind drivers solve some of LIBERO Spatial; see --against.")
 
 

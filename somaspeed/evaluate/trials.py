@@ -26,7 +26,9 @@ FILM_EVERY = 2  # control steps
 
 
 class Driver(Protocol):
-    """Whatever drives the robot."""
+    """Whatever drives the robot. One that is `blind` is shown no images."""
+
+    blind: bool
 
     def act(self, task: int, seen: Observation, seed: int) -> np.ndarray:
         """The next actions, float [n, 7]; what is random in them is drawn from `seed`."""
@@ -134,7 +136,7 @@ def play(
         started = time.monotonic()
         every = FILM_EVERY if trial.episode < videos else 0
         film = []
-        reply = yield Begin(trial.task, trial.init, trial.seed, max_steps, every)
+        reply = yield Begin(trial.task, trial.init, trial.seed, max_steps, every, driver.blind)
         while isinstance(reply, Observation):
             film.append(reply.film)
             draw = episode_seed(trial.seed, trial.task, trial.episode, draw=reply.steps)

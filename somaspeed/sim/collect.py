@@ -29,9 +29,7 @@ def collect(scene: LiberoScene, request: Collect) -> Episode:
     return Episode(success, attempt, oracle.phase, np.stack(states), np.stack(proprioception), np.stack(actions))
 
 
-def play(
-    scene: LiberoScene, oracle: Oracle
-) -> tuple[bool, list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
+def play(scene: LiberoScene, oracle: Oracle) -> tuple[bool, list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
     """Let the oracle act until success, a lost bowl or the step limit: success, and per step what was before it."""
     states, proprioception, actions = [], [], []
     for _ in range(MAX_STEPS):

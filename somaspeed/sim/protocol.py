@@ -33,6 +33,7 @@ class Begin(Message, frozen=True):
     seed: int
     max_steps: int
     film_every: int = 0  # frames of the first camera kept for a video, in control steps; 0: none
+    blind: bool = False  # observations without images, which take most of the time
 
 
 class Act(Message, frozen=True):

@@ -39,7 +39,8 @@ class Rollout:
         self._shoot(force=True)
 
     def observe(self) -> Observation:
-        return Observation(self._scene.images(), self._scene.state(), self._steps, self._footage())
+        images = {} if self._begin.blind else self._scene.images()
+        return Observation(images, self._scene.state(), self._steps, self._footage())
 
     def act(self, request: Act) -> Observation | Finished:
         """Take the actions in turn. Raises ValueError for actions that are not finite or not [n, 7]."""

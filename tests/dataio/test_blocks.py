@@ -101,9 +101,7 @@ def test_shuffle_quality_is_judged_and_said(make_dataset: Callable[..., Path], t
     dataset = make_dataset([25] * 40, cameras=["image"], size=4)
     reader = ShardReader(make_shards(dataset, tmp_path / "shards", samples_per_shard=25))
     ids = np.arange(1000)
-    quality = {
-        block: neighbours(reader, ids, BlockStream(reader.shard_of(ids), block, 0), 20) for block in (1, 10, 40)
-    }
+    quality = {block: neighbours(reader, ids, BlockStream(reader.shard_of(ids), block, 0), 20) for block in (1, 10, 40)}
     whole = neighbours(reader, ids, Stream(1000, 0), 20)
     assert quality[1] > 0.9 and 0.3 < quality[10] < 0.8 and quality[40] == pytest.approx(whole, abs=0.06)
     line = describe(reader, ids, 10, 0, 20)

@@ -35,8 +35,7 @@ def encode(pixels: np.ndarray, kind: str = "JPEG", **options) -> np.ndarray:
 def batch_of(size: int, kind: str = "JPEG", **options) -> dict[str, list[np.ndarray]]:
     return {
         camera.name: [
-            encode(picture(camera.height, camera.width, 10 * number + row), kind, **options)
-            for row in range(size)
+            encode(picture(camera.height, camera.width, 10 * number + row), kind, **options) for row in range(size)
         ]
         for number, camera in enumerate(CAMERAS)
     }
@@ -99,9 +98,7 @@ def test_an_image_that_does_not_decode_is_named(damage: str) -> None:
         "garbage": np.frombuffer(b"this is no image at all, but some text" * 9, np.uint8),
         "empty header": good[:3].copy(),
     }[damage]
-    with pytest.raises(
-        DataError, match=r"^sample 102: 'top' is not an image that decodes .*Shard the dataset"
-    ):
+    with pytest.raises(DataError, match=r"^sample 102: 'top' is not an image that decodes .*Shard the dataset"):
         decoder.decode(encoded, buffers(4), lambda row: f"sample {100 + row}")
     encoded, out = batch_of(4), buffers(4)
     decoder.decode(encoded, out, str)
@@ -111,9 +108,7 @@ def test_an_image_that_does_not_decode_is_named(damage: str) -> None:
 def test_an_image_of_another_size_is_named() -> None:
     encoded = batch_of(4)
     encoded["wrist"][3] = encode(picture(64, 48, 0))
-    with pytest.raises(
-        DataError, match=r"sample 3: 'wrist' is 48×64 \(width × height\), the manifest says 64×48"
-    ):
+    with pytest.raises(DataError, match=r"sample 3: 'wrist' is 48×64 \(width × height\), the manifest says 64×48"):
         Decoder(CAMERAS, 4).decode(encoded, buffers(4), lambda row: f"sample {row}")
 
 

@@ -59,21 +59,12 @@ def samples(loader: Loader, count: int) -> list[list[int]]:
 # ---- order
 
 
-@pytest.mark.parametrize(
-    ("ranks", "accumulation"), [(1, 1), (1, 2), (1, 6), (2, 1), (2, 3), (3, 1), (3, 2), (6, 1)]
-)
+@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (1, 2), (1, 6), (2, 1), (2, 3), (3, 1), (3, 2), (6, 1)])
 def test_global_batches_are_the_same_for_any_ranks(load, ranks: int, accumulation: int) -> None:
     microbatch = 6 // (ranks * accumulation)
-    loaders = [
-        load(microbatch=microbatch, rank=rank, ranks=ranks, windows={}, cameras=[]) for rank in range(ranks)
-    ]
+    loaders = [load(microbatch=microbatch, rank=rank, ranks=ranks, windows={}, cameras=[]) for rank in range(ranks)]
     for expected in GLOBAL_BATCHES:
-        union = [
-            sample
-            for _ in range(accumulation)
-            for loader in loaders
-            for sample in next(loader).sample.tolist()
-        ]
+        union = [sample for _ in range(accumulation) for loader in loaders for sample in next(loader).sample.tolist()]
         assert union == expected
 
 
@@ -107,9 +98,7 @@ def test_no_repeats_within_an_epoch(load, make_dataset, tmp_path: Path) -> None:
     assert [sorted(seen[epoch * 10 : epoch * 10 + 10]) for epoch in range(3)] == [list(range(10))] * 3
 
 
-@pytest.mark.parametrize(
-    ("lengths", "ranks", "microbatch"), [((5, 3, 2), 8, 2), ((5, 3, 2), 2, 2), ((1,), 4, 3)]
-)
+@pytest.mark.parametrize(("lengths", "ranks", "microbatch"), [((5, 3, 2), 8, 2), ((5, 3, 2), 2, 2), ((1,), 4, 3)])
 def test_ranks_get_equal_batches(load, make_dataset, tmp_path: Path, lengths, ranks, microbatch) -> None:
     """Few, unequal shards: every rank gets as many batches of the same size, for as long as it asks."""
     reader = ShardReader(make_shards(make_dataset(lengths), tmp_path / "shards", samples_per_shard=1))
@@ -203,9 +192,7 @@ def test_transform_runs_in_the_background(load) -> None:
     assert batch.extra["mean"] == batch.images["image"].float().mean()
     assert batch.extra["thread"] is not threading.current_thread()
     moved = batch.to("meta")
-    assert (
-        moved.extra["doubled"].is_meta and moved.images["image"].is_meta and moved.columns["action"].is_meta
-    )
+    assert moved.extra["doubled"].is_meta and moved.images["image"].is_meta and moved.columns["action"].is_meta
 
 
 # ---- state
@@ -251,9 +238,7 @@ def test_resume_with_other_ranks_and_microbatch(load) -> None:
 def test_resume_reads_no_earlier_sample(load, reader: ShardReader, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
     original = reader.read
-    monkeypatch.setattr(
-        reader, "read", lambda ids, cameras: read.append(ids.tolist()) or original(ids, cameras)
-    )
+    monkeypatch.setattr(reader, "read", lambda ids, cameras: read.append(ids.tolist()) or original(ids, cameras))
     loader = load()
     position = 10_000 * 3
     loader.load_state_dict({"epoch": position // 15, "position": position % 15, "samples": 15, "seed": 0})

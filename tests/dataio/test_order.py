@@ -36,9 +36,7 @@ def test_positions_may_come_in_any_order_and_number() -> None:
 
 
 def test_all_orders_of_a_small_set_are_equally_likely() -> None:
-    counts = collections.Counter(
-        tuple(Order(4, 0).at(epoch, np.arange(4)).tolist()) for epoch in range(3_000)
-    )
+    counts = collections.Counter(tuple(Order(4, 0).at(epoch, np.arange(4)).tolist()) for epoch in range(3_000))
     assert len(counts) == 24
     # 125 expected, standard deviation 11.
     assert 80 < min(counts.values()) and max(counts.values()) < 170

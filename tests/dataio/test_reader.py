@@ -125,9 +125,7 @@ def test_file_missing(broken: Path, name: str) -> None:
 def test_tar_cut_short(broken: Path) -> None:
     path = broken / "000001.tar"
     path.write_bytes(path.read_bytes()[:-700])
-    with pytest.raises(
-        DataError, match=r"000001\.tar: \d+ bytes, the manifest says \d+; an interrupted copy"
-    ):
+    with pytest.raises(DataError, match=r"000001\.tar: \d+ bytes, the manifest says \d+; an interrupted copy"):
         ShardReader(broken, verify="size")
 
 
@@ -145,9 +143,7 @@ def test_flipped_bit_is_found_on_reading(broken: Path) -> None:
     flip(broken / "000001.tar", place)
     reader = ShardReader(broken, verify="size")
     reader.encoded(11, "image2")
-    with pytest.raises(
-        DataError, match=r"000001\.tar, sample 00000011 \(episode 2, frame 2\): 'image' .* CRC32"
-    ):
+    with pytest.raises(DataError, match=r"000001\.tar, sample 00000011 \(episode 2, frame 2\): 'image' .* CRC32"):
         reader.encoded(11, "image")
     with pytest.raises(DataError, match="sample 00000011"):
         reader.read(np.arange(15), ["image2", "image"])
@@ -165,9 +161,7 @@ def test_index_of_another_tar(broken: Path) -> None:
         for shard, path in zip(manifest.shards, (first, second), strict=True)
     ]
     save_manifest(broken, msgspec.structs.replace(manifest, shards=shards))
-    with pytest.raises(
-        DataError, match=r"000000\.index\.safetensors: index of another tar: its tar is 000001\.tar"
-    ):
+    with pytest.raises(DataError, match=r"000000\.index\.safetensors: index of another tar: its tar is 000001\.tar"):
         ShardReader(broken)
 
 
@@ -177,9 +171,7 @@ def test_stale_index(broken: Path, make_dataset, tmp_path: Path) -> None:
     shutil.copy(broken / "000001.index.safetensors", other)
     manifest = load_manifest(other)
     path = other / "000001.index.safetensors"
-    shard = msgspec.structs.replace(
-        manifest.shards[1], index_bytes=path.stat().st_size, index_sha256=file_sha256(path)
-    )
+    shard = msgspec.structs.replace(manifest.shards[1], index_bytes=path.stat().st_size, index_sha256=file_sha256(path))
     save_manifest(other, msgspec.structs.replace(manifest, shards=[manifest.shards[0], shard]))
     with pytest.raises(DataError, match=r"000001\.index\.safetensors: index of another tar: its tar_"):
         ShardReader(other)
@@ -246,9 +238,7 @@ def write_large_set(directory: Path, shards: int, samples: int) -> None:
         metadata = {"tar": tar.name, "tar_bytes": str(size), "tar_sha256": sha256, "samples": str(samples)}
         save_file(tensors, path, {"format": INDEX_FORMAT, **metadata})
         index_bytes = path.stat().st_size
-        written.append(
-            Shard(tar.name, path.name, number * samples, samples, size, sha256, index_bytes, sha256)
-        )
+        written.append(Shard(tar.name, path.name, number * samples, samples, size, sha256, index_bytes, sha256))
     columns = [Column("observation.state", "float32", (8,)), Column("action", "float32", (7,))]
     cameras = [Camera(name, f"observation.images.{name}", 256, 256) for name in ("image", "image2")]
     manifest = Manifest(

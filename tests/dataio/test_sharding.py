@@ -60,9 +60,7 @@ def replace_image(dataset: Path, index: int, data: bytes, key: str = "observatio
     images = table[key].to_pylist()
     images[index] = {"bytes": data, "path": "frame.jpg"}
     place = table.column_names.index(key)
-    table = table.set_column(
-        place, table.schema.field(place), pa.array(images, table.schema.field(place).type)
-    )
+    table = table.set_column(place, table.schema.field(place), pa.array(images, table.schema.field(place).type))
     parquet.write_table(table, path)
 
 
@@ -92,9 +90,7 @@ def test_shards_are_complete_for_other_readers(
         for member in members:
             header = raw[member.offset : member.offset + 512]
             assert header[156:157] == b"0" and header[257:263] == b"ustar\0" and member.mtime == 0
-    listing = subprocess.run(
-        ["tar", "tf", tmp_path / "000001.tar"], capture_output=True, text=True, check=True
-    )
+    listing = subprocess.run(["tar", "tf", tmp_path / "000001.tar"], capture_output=True, text=True, check=True)
     assert listing.stdout.split()[:3] == [
         "00000009.frame.msgpack",
         "00000009.image.png",
@@ -113,9 +109,7 @@ def test_shards_are_complete_for_other_readers(
     assert record["observation.state"] == [11, 22, -11] and record["action"] == [11, 2]
 
 
-def test_index_leads_to_every_payload_and_row(
-    video_dataset: Path, tmp_path: Path, command: Callable[..., int]
-) -> None:
+def test_index_leads_to_every_payload_and_row(video_dataset: Path, tmp_path: Path, command: Callable[..., int]) -> None:
     options = ("--quality", 90, "--subsampling", "4:2:0", "--samples-per-shard", 1, "--episodes", "0,2")
     assert command(video_dataset, tmp_path, *options) == 0
     reader = ShardReader(tmp_path, verify="full")
@@ -129,8 +123,7 @@ def test_index_leads_to_every_payload_and_row(
         for c, name in enumerate(("image", "image2")):
             image = Image.open(io.BytesIO(reader.encoded(i, name)))
             assert (
-                JpegImagePlugin.get_sampling(image) == 2
-                and read_number(np.asarray(image)) == index + CAMERA_STRIDE * c
+                JpegImagePlugin.get_sampling(image) == 2 and read_number(np.asarray(image)) == index + CAMERA_STRIDE * c
             )
         record = msgspec.msgpack.decode(reader.encoded(i, "frame"))
         assert record["action"] == reader.columns["action"][i].tolist() and record["index"] == index
@@ -233,9 +226,7 @@ def test_statistics_are_exact_over_all_frames(
     dataset = make_dataset((10, 10), values=values, cameras=("image",))
     assert command(dataset, tmp_path / "out", "--samples-per-shard", 5) == 0
     statistics = load_manifest(tmp_path / "out").statistics["action"]
-    assert statistics.q01[0] == pytest.approx(
-        0.19, abs=1e-12
-    )  # the mean of the episodes' own would be about 500
+    assert statistics.q01[0] == pytest.approx(0.19, abs=1e-12)  # the mean of the episodes' own would be about 500
     assert statistics.q99[0] == pytest.approx(1008.81, abs=1e-9)
     assert statistics.mean[0] == 504.5 and statistics.std[0] == pytest.approx(np.std(values), abs=1e-9)
     assert (statistics.min, statistics.max, statistics.count) == ([0, 0], [1009, 9], 20)
@@ -304,11 +295,7 @@ def test_a_full_disk_leaves_nothing_that_looks_complete(
     options = ("--samples-per-shard", 4, "--order", order)
     assert command(image_dataset, tmp_path / "whole", *options) == 0
     out = tmp_path / "out"
-    room = (
-        0.7
-        * sum(len(data) for data in contents(tmp_path / "whole").values())
-        * (2 if order == "shuffled" else 1)
-    )
+    room = 0.7 * sum(len(data) for data in contents(tmp_path / "whole").values()) * (2 if order == "shuffled" else 1)
 
     class FileOnFullDisk(io.FileIO):
         def write(self, data: bytes) -> int:
@@ -324,9 +311,7 @@ def test_a_full_disk_leaves_nothing_that_looks_complete(
     assert f"{out}: not enough space on its file system" in capsys.readouterr().err
     names = list(contents(out))
     assert any(name.endswith(".tar") for name in names) and "manifest.json" not in names
-    assert all(
-        name.removesuffix(".tar") + ".index.safetensors" in names for name in names if name.endswith(".tar")
-    )
+    assert all(name.removesuffix(".tar") + ".index.safetensors" in names for name in names if name.endswith(".tar"))
     assert not [name for name in names if name.endswith(".partial")]
     assert command(image_dataset, out, *options) == 0
     assert contents(out) == contents(tmp_path / "whole")
@@ -353,9 +338,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(
     make_dataset: Callable[..., Path], tmp_path: Path, command: Callable[..., int]
 ) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)
-    dataset = make_dataset(
-        (8,) * 10, picture=lambda index, camera: np.roll(noise, index, axis=0), cameras=("image",)
-    )
+    dataset = make_dataset((8,) * 10, picture=lambda index, camera: np.roll(noise, index, axis=0), cameras=("image",))
     options = ["--codec", "png", "--samples-per-shard", "8"]
     out = tmp_path / "out"
     process = subprocess.Popen(
@@ -365,9 +348,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(
     deadline = time.monotonic() + 60
     while not list(out.glob("*.index.safetensors")) and time.monotonic() < deadline:
         time.sleep(0.01)
-    workers = [
-        int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ]
+    workers = [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     process.send_signal(signal.SIGKILL)
     process.wait()
     while any(map(is_running, workers)) and time.monotonic() < deadline:

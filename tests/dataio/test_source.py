@@ -73,9 +73,7 @@ def test_columns_keep_their_type_and_shape(make_dataset: Callable[..., Path]) ->
     assert source.skipped == ["grid: has 2 dimensions (shape [2, 2])"]
     columns = EpisodeReader(source).rows(source.spans[1]).columns
     assert columns["next.done"].dtype == bool and columns["next.done"].tolist() == [[False], [True], [False]]
-    assert columns["force"].dtype == np.float64 and columns["force"].tolist() == [
-        [i / 3, i] for i in (2, 3, 4)
-    ]
+    assert columns["force"].dtype == np.float64 and columns["force"].tolist() == [[i / 3, i] for i in (2, 3, 4)]
 
 
 def test_files_split_differently_per_camera(make_dataset: Callable[..., Path]) -> None:
@@ -108,9 +106,7 @@ def test_scrambled_episode_ranges_are_refused_by_name(image_dataset: Path, tmp_p
         open_source(str(root))
 
 
-def test_rows_that_disagree_with_the_metadata_are_refused_by_name(
-    image_dataset: Path, tmp_path: Path
-) -> None:
+def test_rows_that_disagree_with_the_metadata_are_refused_by_name(image_dataset: Path, tmp_path: Path) -> None:
     root = copied(image_dataset, tmp_path)
 
     def move_a_frame(columns: dict[str, list]) -> None:
@@ -129,9 +125,7 @@ def test_overlapping_video_ranges_are_refused(video_dataset: Path, tmp_path: Pat
         columns["videos/observation.images.image/from_timestamp"][2] -= 0.2
 
     edit_parquet(root, "meta/episodes", shift)
-    with pytest.raises(
-        DataError, match=r"episode 1 has its frames \[5, 9\), episode 2 starts at 7: they overlap"
-    ):
+    with pytest.raises(DataError, match=r"episode 1 has its frames \[5, 9\), episode 2 starts at 7: they overlap"):
         open_source(str(root))
 
 
@@ -186,9 +180,7 @@ def test_hub_dataset_downloads_only_what_is_needed(
         raise ConnectionError("offline")
 
     monkeypatch.setattr("lerobot.datasets.utils.get_safe_version", refuse)
-    with pytest.raises(
-        DataError, match="owner/name: no such directory, and the Hugging Face hub did not deliver"
-    ):
+    with pytest.raises(DataError, match="owner/name: no such directory, and the Hugging Face hub did not deliver"):
         open_source("owner/name")
 
 

@@ -16,9 +16,7 @@ from dataio.split import split_episodes
 
 @pytest.fixture(scope="module")
 def reader(image_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> ShardReader:
-    return ShardReader(
-        make_shards(image_dataset, tmp_path_factory.mktemp("split") / "shards", order="shuffled")
-    )
+    return ShardReader(make_shards(image_dataset, tmp_path_factory.mktemp("split") / "shards", order="shuffled"))
 
 
 def test_whole_episodes_are_held_out(reader: ShardReader) -> None:

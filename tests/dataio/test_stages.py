@@ -59,9 +59,7 @@ def test_held_batches_do_not_change(load) -> None:
     copy = only_a_view.clone()
     for _ in range(20):
         next(loader)
-    assert all(
-        torch.equal(batch.images[name], c[name]) for batch, c in zip(held, copies, strict=True) for name in c
-    )
+    assert all(torch.equal(batch.images[name], c[name]) for batch, c in zip(held, copies, strict=True) for name in c)
     assert torch.equal(only_a_view, copy)
     loader.close()
     assert torch.equal(held[0].images["image"], copies[0]["image"])
@@ -105,9 +103,7 @@ def test_an_error_names_its_stage_and_does_not_hang(load, reader: ShardReader, m
     try:
         loader = load()
         started = time.monotonic()
-        with pytest.raises(
-            DataError, match=r"loader stage 'read': .*000001\.tar, sample 00000012 .*'image2'"
-        ):
+        with pytest.raises(DataError, match=r"loader stage 'read': .*000001\.tar, sample 00000012 .*'image2'"):
             [next(loader) for _ in range(20)]
         with pytest.raises(DataError, match="loader stage 'read'"):  # and not the batch behind it
             next(loader)
@@ -128,9 +124,7 @@ def test_bytes_that_are_no_image_name_the_sample(load, reader: ShardReader, monk
 
     monkeypatch.setattr(reader, "read", read)
     loader = load()
-    with pytest.raises(
-        DataError, match=r"loader stage 'decode': .*sample 00000008 \(episode 1, frame 3\): 'image'"
-    ):
+    with pytest.raises(DataError, match=r"loader stage 'decode': .*sample 00000008 \(episode 1, frame 3\): 'image'"):
         [next(loader) for _ in range(20)]
 
 

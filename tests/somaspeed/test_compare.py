@@ -34,9 +34,7 @@ def missing_keys(expected, found, where: str = "") -> list[str]:
         return [
             problem
             for key, value in expected.items()
-            for problem in (
-                missing_keys(value, found[key], f"{where}.{key}") if key in found else [f"{where}.{key}"]
-            )
+            for problem in (missing_keys(value, found[key], f"{where}.{key}") if key in found else [f"{where}.{key}"])
         ]
     if isinstance(expected, list) and expected and isinstance(expected[0], dict):
         return [problem for n, item in enumerate(found) for problem in missing_keys(expected[0], item, f"{where}[{n}]")]

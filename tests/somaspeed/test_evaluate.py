@@ -14,7 +14,7 @@ import pytest
 
 from dataio.manifest import DataError
 from somaspeed.evaluate import cli, report
-from somaspeed.evaluate.blind import Demonstrations, NearestState, Replay
+from somaspeed.evaluate.blind import Demonstrations, Replay, StateRegressor
 from somaspeed.evaluate.interval import wilson
 from somaspeed.evaluate.trials import Outcome, Records, Settings, plan, play
 from somaspeed.sim import protocol
@@ -33,21 +33,24 @@ SETTINGS = Settings("fake", "0", "test", 2, 4, None, 4, 0, 0, {})
 class OneStep:
     """Moves by one every step, two steps a chunk; task and seed leave a trace in the actions it took."""
 
-    def __init__(self) -> None:
+    def __init__(self, blind: bool = False) -> None:
         self.seeds: list[int] = []
+        self.blind = blind
 
     def act(self, task, seen, seed):
-        assert set(seen.images) == {"image", "image2"} and seen.state.shape == (8,) and task in (0, 1)
+        assert set(seen.images) == (set() if self.blind else {"image", "image2"}) and seen.state.shape == (8,) and task in (0, 1)
         self.seeds.append(seed)
         actions = np.zeros((2, 7), np.float32)
         actions[:, 0] = 1
         return actions
 
 
-def run(output: Path, episodes: int = 3, workers: int = 2, reply_seconds: float = 60, videos: int = 0) -> tuple:
+def run(
+    output: Path, episodes: int = 3, workers: int = 2, reply_seconds: float = 60, videos: int = 0, blind: bool = False
+) -> tuple:
     """Outcomes, what was said of dead processes, and the driver."""
     said: list[str] = []
-    driver = OneStep()
+    driver = OneStep(blind)
     with Pool(COMMAND, workers, said.append, reply_seconds) as pool:
         trials = plan({0: INITS, 1: INITS}, episodes, 0, seed=0)
         outcomes = play(trials, driver, Records(output, SETTINGS), pool, 4, videos, lambda outcome: None)
@@ -76,6 +79,11 @@ def test_a_film_has_the_first_frame_every_second_and_the_last():
     film = [rollout.observe().film, *(rollout.act(Act(step)).film for _ in range(3))]
     assert [None if part is None else len(part) for part in film] == [1, None, 1, 1]
     assert film[0].shape == (1, 256, 256, 3)
+
+
+def test_blind_drivers_are_shown_no_images(tmp_path):
+    sighted, blind = run(tmp_path / "sighted")[0], run(tmp_path / "blind", blind=True)[0]
+    assert ends(sighted) == ends(blind)
 
 
 def test_actions_that_are_not_numbers_are_refused():
@@ -217,13 +225,16 @@ def test_blind_drivers_know_the_demonstrations_and_nothing_else(sample):
     def seen(steps: int, state: np.ndarray) -> Observation:
         return Observation({}, state, steps)
 
-    replay, nearest = Replay(demonstrations), NearestState(demonstrations)
+    replay, regressor = Replay(demonstrations), StateRegressor(demonstrations)
+    assert replay.blind and regressor.blind
     assert np.array_equal(replay.act(4, seen(10, states[0]), 0), actions[10:15])
     late = replay.act(4, seen(len(rows) + 50, states[0]), 0)
     assert np.array_equal(late, np.repeat(actions[-1:], 5, axis=0))
-    assert np.array_equal(nearest.act(4, seen(0, states[20]), 0), actions[20:25])
-    ending = nearest.act(4, seen(0, states[-2]), 0)
-    assert np.array_equal(ending, actions[[-2, -1, -1, -1, -1]])
+    guesses = np.stack([regressor.act(4, seen(0, state), 0) for state in states])
+    truth = np.stack([demonstrations.after(4, row) for row in range(len(states))])
+    left = ((guesses - truth) ** 2).mean() / ((truth - truth.mean(axis=(0, 1))) ** 2).mean()
+    assert guesses.shape == (len(states), 5, 7) and left < 0.3, "a fraction of the variance"
+    assert np.array_equal(StateRegressor(demonstrations).act(4, seen(0, states[3]), 9), guesses[3])
     with pytest.raises(DataError, match="no demonstration of 'dance'"):
         Demonstrations(sample, {0: "dance"}, steps=5)
 

@@ -234,9 +234,7 @@ def test_native_meta_flops_are_those_of_a_real_forward(sample: ShardReader):
 
     from somaspeed.policies.molmoact2 import bench as case
 
-    countable = functools.partial(
-        sdpa_kernel, SDPBackend.MATH
-    )  # the counter knows no CPU kernel
+    countable = functools.partial(sdpa_kernel, SDPBackend.MATH)  # the counter knows no CPU kernel
     policy = loaded_policy(molmoact2_config(model={"numerics": "native"}), sample)
     batch = first_batch(policy, sample, [0])
     inputs = policy.prepare(batch)

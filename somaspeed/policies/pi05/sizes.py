@@ -59,6 +59,14 @@ SIZES: dict[str, Size | None] = {
         vocabulary=512,
         resolution=56,
     ),
+    # Small enough to be trained on a few CPU cores until it drives a simulated robot.
+    "small": Size(
+        vlm=Transformer(width=128, depth=4, mlp_dim=256, head_dim=32),
+        expert=Transformer(width=192, depth=4, mlp_dim=768, head_dim=32),
+        vision=Vision(width=128, depth=4, mlp_dim=384, heads=4),
+        vocabulary=512,
+        resolution=84,
+    ),
     # Every width a quarter of the published one; depths and token counts as published.
     "mid": Size(
         vlm=Transformer(width=512, depth=18, mlp_dim=4096, head_dim=64),
