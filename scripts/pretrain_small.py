@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dataio.atomic import PARTIAL
 from dataio.manifest import Manifest
-from somaspeed import train
+from somaspeed import checkpoint, train
 from somaspeed.config import Config, load_config
 from somaspeed.policies.pi05.policy import PATCH, PI05, Inputs, Prefix
 from somaspeed.policies.pi05.sizes import SIZES, build_on_meta, materialise
@@ -91,6 +91,7 @@ def save_fresh(policy: EndToEnd, output: Path, seed: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
     temporary.mkdir(parents=True)
     policy.save(temporary, final)
+    shutil.copy2(output / "checkpoints" / checkpoint.LAST / checkpoint.PRETRAINED / checkpoint.ORIGIN, temporary)
     temporary.rename(final)
     print(f"{final}: the trained vision-language part with a fresh expert; give it as model.path")
 

@@ -38,7 +38,11 @@ class OneStep:
         self.blind = blind
 
     def act(self, task, seen, seed):
-        assert set(seen.images) == (set() if self.blind else {"image", "image2"}) and seen.state.shape == (8,) and task in (0, 1)
+        assert (
+            set(seen.images) == (set() if self.blind else {"image", "image2"})
+            and seen.state.shape == (8,)
+            and task in (0, 1)
+        )
         self.seeds.append(seed)
         actions = np.zeros((2, 7), np.float32)
         actions[:, 0] = 1

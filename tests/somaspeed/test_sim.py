@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +14,13 @@ import torch
 from PIL import Image
 
 from dataio.encode import decode_image
+from somaspeed.actor import Actor
 from somaspeed.policies.features import statistics_tensors
 from somaspeed.policies.pi05.policy import processors
 from somaspeed.sim.pool import Pool, PoolError, simulator_command
 from somaspeed.sim.protocol import Act, Begin, Collect, Episode, Finished, Frames, Observation, Render
-from tests.conftest import SIMULATOR
+from somaspeed.train import main as train
+from tests.conftest import ROOT, SIMULATOR
 from tests.somaspeed.cases import loaded_policy, tiny_config
 
 pytestmark = pytest.mark.sim
@@ -178,3 +182,25 @@ def test_the_environments_stay_apart():
     """The simulator brings another OpenCV and another numpy; neither may reach the training environment."""
     assert not list(Path(torch.__file__).parents[1].glob("libero*"))
     assert not list((SIMULATOR.parents[1] / "lib").glob("python*/site-packages/torch"))
+
+
+def test_lerobots_own_environment_accepts_the_checkpoint_and_acts_alike(simulator, sample_dir, tmp_path):
+    """The first action of LeRobot's own rollout is that of ours, and both environments show the same."""
+    config = str(ROOT / "configs" / "pi05" / "somaspeed-tiny.toml")
+    short = ["training.steps=1", "training.microbatch=2", "training.warmup_steps=0", "data.held_out=0"]
+    assert train(["--config", config, "--shards", str(sample_dir), f"output={tmp_path / 'run'}", *short]) == 0
+    script = Path(__file__).with_name("lerobot_env.py")
+    done = subprocess.run([sys.executable, script, str(tmp_path / "run"), "7"], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    theirs = json.loads(done.stdout)
+    assert theirs["language"] == simulator.greeting().tasks[0].language
+    assert theirs["theirs"] == theirs["ours"] and theirs["steps"] == 12
+    (seen,) = ask(simulator, Begin(0, 0, 7, 10))
+    np.testing.assert_allclose(seen.state, theirs["state"], atol=1e-4)
+    for name, image in theirs["images"].items():
+        here = seen.images[name][::16, ::16].astype(int)
+        assert np.abs(here - np.array(image)).mean() < 1, name
+        assert np.abs(here[::-1] - np.array(image)).mean() > 10, "and not upside down"
+    actor = Actor(tmp_path / "run", torch.device("cpu"))
+    first = actor.act(seen.images, seen.state, theirs["language"], 7)[0]
+    np.testing.assert_allclose(first, theirs["ours"], atol=0.02)
