@@ -107,6 +107,8 @@ class LiberoScene:
         self._env.sim.forward()
 
     def close(self) -> None:
+        """Free the rendering context, which must be done before the next scene makes its own."""
+        del self._renderer
         self._env.close()
 
     def _render(self, camera: str) -> np.ndarray:

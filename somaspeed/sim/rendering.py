@@ -31,6 +31,7 @@ class Renderer:
 
     def image(self, camera: str) -> np.ndarray:
         """uint8 [side, side, 3], as MuJoCo gives it: the bottom row first."""
+        self._context.gl_ctx.make_current()
         groups = self._model.geom_group
         shown = groups.copy()
         seen = self._seen(camera)

@@ -18,7 +18,7 @@ from somaspeed.actor import Actor
 from somaspeed.policies.features import statistics_tensors
 from somaspeed.policies.pi05.policy import processors
 from somaspeed.sim.pool import Pool, PoolError, simulator_command
-from somaspeed.sim.protocol import Act, Begin, Collect, Episode, Finished, Frames, Observation, Render
+from somaspeed.sim.protocol import RENDERINGS, Act, Begin, Collect, Episode, Finished, Frames, Observation, Render
 from somaspeed.train import main as train
 from tests.conftest import ROOT, SIMULATOR
 from tests.somaspeed.cases import loaded_policy, tiny_config
@@ -125,6 +125,19 @@ def test_frames_rendered_by_another_process_are_the_same(simulator, episode):
         other, there = ask(pool, Render(COLLECT.task, COLLECT.seed + 1, episode.states[-1:]), request)
     assert isinstance(here, Frames) and here == there
     assert other.images["image"] != there.images["image"]
+
+
+@pytest.mark.parametrize("rendering", RENDERINGS)
+def test_frames_are_the_same_after_another_task(rendering, episode):
+    """Each scene has a rendering context of its own; one that is freed late takes the next one's with it."""
+    requests = Render(0, 1, episode.states[:1]), Collect(1, 0, 1, 0.5)
+    with Pool(simulator_command("libero_spatial", rendering), 1, print) as pool:
+        first, other = ask(pool, *requests)
+        second, again = ask(pool, Render(1, 1, other.states[-1:]), requests[0])
+    assert again == first
+    for name, (image,) in second.images.items():
+        picture = decode_image(image).astype(int)
+        assert np.abs(np.diff(picture, axis=0)).mean() < 12, (name, "a picture is smooth, noise is not")
 
 
 def test_fast_rendering_leaves_out_little(simulator, episode):
