@@ -9,6 +9,7 @@ expert of fresh random weights, to be given as model.path.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -71,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     with mock.patch.object(train, "policy_class", lambda name: end_to_end):
         status = train.main(argv)
     arguments = train.parse_arguments(argv)
-    if status == 0 and not arguments.check:
+    if status == 0 and not arguments.check and os.environ.get("RANK", "0") == "0":
         config = load_config(arguments.config, arguments.overrides)
         save_fresh(built[0], Path(config.output), config.training.seed + 1)
     return status
