@@ -22,7 +22,8 @@ from dataio.atomic import PARTIAL
 from dataio.manifest import Manifest
 from somaspeed import checkpoint, train
 from somaspeed.config import Config, load_config
-from somaspeed.policies.pi05.policy import PATCH, PI05, Inputs, Prefix
+from somaspeed.policies.pi05.bench import native_losses
+from somaspeed.policies.pi05.policy import PI05, Inputs, Prefix
 from somaspeed.policies.pi05.sizes import SIZES, build_on_meta, materialise
 
 PRETRAINED = "pretrained"
@@ -53,12 +54,7 @@ class EndToEnd(PI05):
         return inputs.actions.new_empty(len(inputs.actions), 0)
 
     def expert_loss(self, prefix: Prefix, inputs: Inputs, noise: Tensor, time: Tensor) -> Tensor:
-        present = torch.ones(len(noise), dtype=torch.bool, device=noise.device)
-        patches = inputs.images.shape[1] * (self.lerobot_config.image_resolution[0] // PATCH) ** 2
-        valid = torch.arange(inputs.tokens.shape[1], device=noise.device) < (inputs.lengths - patches)[:, None]
-        images = list(inputs.images.unbind(1))
-        errors = self.core(images, [present] * len(images), inputs.tokens, valid, inputs.actions, noise, time)
-        return errors[..., : self.action_dim].mean()
+        return native_losses(self.core, 0, inputs, noise, time, length=inputs.tokens.shape[1])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -107,3 +107,6 @@ class StateRegressor:
                 nn.functional.mse_loss(self._network(inputs[rows]), targets[rows]).backward()
                 optimizer.step()
                 schedule.step()
+
+
+BLIND: dict[str, type[Replay | StateRegressor]] = {"replay": Replay, "regressor": StateRegressor}

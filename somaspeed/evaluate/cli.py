@@ -23,14 +23,13 @@ from somaspeed.actor import Actor, fingerprint  # noqa: E402
 from somaspeed.checkpoint import CheckpointError  # noqa: E402
 from somaspeed.demos import CAMERAS, checked_tasks, task_list  # noqa: E402
 from somaspeed.evaluate import report  # noqa: E402
-from somaspeed.evaluate.blind import Demonstrations, Replay, StateRegressor  # noqa: E402
+from somaspeed.evaluate.blind import BLIND, Demonstrations  # noqa: E402
 from somaspeed.evaluate.trials import Driver, Outcome, Records, Settings, Trial, plan, play  # noqa: E402
 from somaspeed.sim.pool import Pool, PoolError, default_workers, simulator_command  # noqa: E402
 from somaspeed.sim.protocol import RENDERINGS, Observation, Ready  # noqa: E402
 
 MAX_STEPS = 280  # LeRobot's limit for LIBERO Spatial: the longest demonstration has 193 steps
-AGAINST = ("untrained", "replay", "regressor")
-BLIND: dict[str, type[Replay | StateRegressor]] = {"replay": Replay, "regressor": StateRegressor}
+AGAINST = ("untrained", *BLIND)
 PACKAGES = ("somaspeed", "lerobot", "torch", "transformers")
 
 EPILOG = """\

@@ -9,6 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from somaspeed.evaluate.blind import BLIND
 from somaspeed.evaluate.interval import wilson
 from somaspeed.evaluate.trials import Outcome, Settings
 
@@ -83,7 +84,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
     console.print(", ".join(f"{name} {version}" for name, version in settings["versions"].items()))
     if report["simulator_crashes"]:
         console.print(f"simulator processes died {report['simulator_crashes']} times; their episodes were run again")
-    if not {"replay", "regressor"} & set(report["against"]):
+    if not BLIND.keys() & set(report["against"]):
         console.print("Success alone does not prove vision: blind drivers solve some of LIBERO Spatial; see --against.")
 
 

@@ -42,16 +42,20 @@ def checkpointing(core: PI05Pytorch, enabled: bool) -> Iterator[None]:
         core.gradient_checkpointing_disable()
 
 
-def native_losses(core: PI05Pytorch, variant: Variant, inputs: Inputs, noise: Tensor, time: Tensor) -> Tensor:
-    """The loss of LeRobot's `PI05Pytorch.forward` on the same inputs, with empty slots and full-length prompts."""
+def native_losses(
+    core: PI05Pytorch, empty_slots: int, inputs: Inputs, noise: Tensor, time: Tensor, length: int | None = None
+) -> Tensor:
+    """The loss of LeRobot's `PI05Pytorch.forward` on the same inputs, with empty slots and prompts padded to `length`
+    (default: as LeRobot pads them).
+    """
     config = core.config
     batch, cameras = inputs.images.shape[:2]
     patches = cameras * (config.image_resolution[0] // PATCH) ** 2
     images = list(inputs.images.unbind(1))
-    images += [torch.full_like(images[0], -1)] * variant.empty_slots
+    images += [torch.full_like(images[0], -1)] * empty_slots
     present = torch.ones(batch, dtype=torch.bool, device=noise.device)
-    masks = [present] * cameras + [~present] * variant.empty_slots
-    length = config.tokenizer_max_length
+    masks = [present] * cameras + [~present] * empty_slots
+    length = length or config.tokenizer_max_length
     tokens = torch.nn.functional.pad(inputs.tokens, (0, length - inputs.tokens.shape[1]))
     valid = torch.arange(length, device=noise.device) < (inputs.lengths - patches)[:, None]
     losses = core(images, masks, tokens, valid, inputs.actions, noise, time)
@@ -66,7 +70,7 @@ def native_mode(policy: PI05, variant: Variant) -> contextlib.AbstractContextMan
 def native_loss(policy: PI05, variant: Variant, inputs: Inputs, noise: Tensor, time: Tensor) -> Tensor:
     """`native_losses` of a policy under its precision. Run it and its backward inside `native_mode`."""
     with policy.precision():
-        return native_losses(policy.core, variant, inputs, noise, time)
+        return native_losses(policy.core, variant.empty_slots, inputs, noise, time)
 
 
 def flops(size: str) -> dict[str, Any]:
@@ -100,7 +104,7 @@ def flops(size: str) -> dict[str, Any]:
     native = {}
     for variant in VARIANTS:
         with FlopCounterMode(display=False) as counter, checkpointing(core, variant.checkpointing):
-            native_losses(core, variant, inputs, noise, time).backward()
+            native_losses(core, variant.empty_slots, inputs, noise, time).backward()
         native[variant.name] = counter.get_total_flops() / 1e12
     with FlopCounterMode(display=False) as vision, torch.no_grad():
         embed_prefix(core, inputs.images, inputs.tokens)
