@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """Give the vision-language part of a small π0.5 sense: train the whole policy end to end, then keep that part.
 
-The stand-in for published pretraining where no weights can be had. Loss and gradients are those of LeRobot's own joint
-forward with everything trainable; data, loop and checkpoints are those of somaspeed-train, so the same command with
---resume goes on. OUTPUT/pretrained is the result: a LeRobot checkpoint with the trained vision-language part and an
-expert of fresh random weights, to be given as model.path.
+The stand-in for published pretraining where no weights can be had. Loss and gradients are those of LeRobot's joint
+forward with everything trainable, for several draws of noise and time behind each prefix; data, loop and checkpoints
+are those of somaspeed-train, so the same command with --resume goes on. OUTPUT/pretrained is the result: a LeRobot
+checkpoint with the trained vision-language part and an expert of fresh random weights, to be given as model.path.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,23 +23,44 @@ from dataio.atomic import PARTIAL
 from dataio.manifest import Manifest
 from somaspeed import checkpoint, train
 from somaspeed.config import Config, load_config
-from somaspeed.policies.pi05.bench import native_losses
-from somaspeed.policies.pi05.policy import PI05, Inputs, Prefix
+from somaspeed.policies.pi05.forward import live_prefix_kv
+from somaspeed.policies.pi05.policy import PI05, STATE_BINS, Inputs, Prefix
 from somaspeed.policies.pi05.sizes import SIZES, build_on_meta, materialise
 
 PRETRAINED = "pretrained"
 EXPERT = ("gemma_expert", "action_in_proj", "action_out_proj", "time_mlp")
 # Of the last prefix layer only keys and values are read.
 UNREAD = ("self_attn.q_proj", "self_attn.o_proj", "mlp", "post_attention_layernorm")
+DRAWS = 2  # of noise and time for each sample: the expert costs less than the prefix before it
+WAVELENGTHS = (8, 1024)  # of the state bins' first embedding, in bins: the shortest and the longest
 
 
 class EndToEnd(PI05):
-    """π0.5 without a frozen part: the expert's loss is that of LeRobot's own forward, and everything trains."""
+    """π0.5 without a frozen part: everything trains, on `DRAWS` draws of noise and time for each sample."""
 
     def load(self) -> None:
         super().load()
         for name, parameter in self.module.named_parameters():
             parameter.requires_grad_(self.reached(name))
+        if SIZES[self.model_config.size].whole_numbers and not self.model_config.path:
+            self.order_numbers()
+
+    @torch.no_grad()
+    def order_numbers(self) -> None:
+        """Give close state bins close embeddings: half of each becomes sinusoids of the bin's number."""
+        weight = self.core.paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight
+        tokens = [self.tokenizer.encode(f" {number}", add_special_tokens=False)[0] for number in STATE_BINS]
+        quarter = weight.shape[1] // 4
+        lengths = torch.logspace(*np.log2(WAVELENGTHS), quarter, base=2)
+        angles = 2 * torch.pi * torch.tensor(STATE_BINS)[:, None] / lengths
+        waves = torch.cat([angles.sin(), angles.cos()], 1) * (2 / weight.shape[1]) ** 0.5
+        rest = weight[tokens[:1], 2 * quarter :].expand(len(tokens), -1)
+        weight[tokens] = torch.cat([waves.to(weight), rest], 1)
+
+    def draw(self, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Noise [DRAWS, chunk, max_action_dim] and times [DRAWS]."""
+        noise, time = zip(*(super(EndToEnd, self).draw(generator) for _ in range(DRAWS)), strict=True)
+        return np.stack(noise), np.stack(time)
 
     def reached(self, name: str) -> bool:
         """Whether the action loss has a gradient for the parameter."""
@@ -54,7 +76,13 @@ class EndToEnd(PI05):
         return inputs.actions.new_empty(len(inputs.actions), 0)
 
     def expert_loss(self, prefix: Prefix, inputs: Inputs, noise: Tensor, time: Tensor) -> Tensor:
-        return native_losses(self.core, 0, inputs, noise, time, length=inputs.tokens.shape[1])
+        """The mean over all draws: `noise` [B, D, S, A] and `time` [B, D], of one draw or more."""
+        draws = time.shape[1]
+        with self.precision():
+            kv = live_prefix_kv(self.core, inputs.images, inputs.tokens, inputs.lengths)
+        repeated = Inputs(*(column.repeat_interleave(draws, 0) for column in inputs))
+        behind = Prefix(kv.repeat_interleave(draws, 0), repeated.lengths)
+        return super().expert_loss(behind, repeated, noise.flatten(0, 1), time.flatten(0, 1))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,7 +9,7 @@ packages="libegl1 libegl-mesa0 libgl1-mesa-dri libosmesa6"
 rm "$venv/.ready" # not before a frame was rendered
 
 renders() {
-    MUJOCO_GL=$1 PYOPENGL_PLATFORM=$1 "$venv/bin/python" -m somaspeed.sim.worker libero_spatial --check 2>"$venv/check.log"
+    MUJOCO_GL=$1 PYOPENGL_PLATFORM=$1 "$venv/bin/python" -m somaspeed.sim.worker libero_spatial full --check 2>"$venv/check.log"
 }
 
 echo "setup: rendering a frame, which compiles a few things the first time"

@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from somaspeed.policies.base import PolicyError
 
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
+WORDS = r" ?-?\d+| ?[^\s\d]+|\s+"  # where `whole_numbers` lets tokens end
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], vocabulary: int, whole_numbers: bool = False) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of at most `vocabulary` tokens, trained on `texts`, with single digits and a
     leading `<bos>` as PaliGemma's has. The same texts give the same tokenizer.
+
+    With `whole_numbers`, a number with the space before it, as in " -1", can be one token, and is if `texts` have it.
     """
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [pre_tokenizers.Split(Regex(WORDS), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        if whole_numbers
+        else [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

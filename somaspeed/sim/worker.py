@@ -1,19 +1,18 @@
-"""A simulator process: `python -m somaspeed.sim.worker SUITE [full|fast]`, requests on standard input, replies on
+"""A simulator process: `python -m somaspeed.sim.worker SUITE RENDERING`, requests on standard input, replies on
 standard output. `--check` renders one frame and says so, then ends.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, BinaryIO
 
-import msgspec
-
 from somaspeed.sim import protocol
-from somaspeed.sim.protocol import Act, Begin, Collect, Failed, Ready, Render, Rendering, Reply, Request
+from somaspeed.sim.protocol import RENDERINGS, Act, Begin, Collect, Failed, Ready, Render, Rendering, Reply, Request
 
 if TYPE_CHECKING:
     from somaspeed.sim.libero import LiberoScene
@@ -82,12 +81,15 @@ class Simulator:
         return self._loaded
 
 
-def main(arguments: list[str]) -> None:
-    check = "--check" in arguments
-    suite, rendering = [*(word for word in arguments if word != "--check"), "full"][:2]
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m somaspeed.sim.worker", description=__doc__)
+    parser.add_argument("suite")
+    parser.add_argument("rendering", choices=RENDERINGS)
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
     output = take_over_stdout()
-    simulator = Simulator(suite, msgspec.convert(rendering, Rendering))
-    if check:
+    simulator = Simulator(arguments.suite, arguments.rendering)
+    if arguments.check:
         output.write(f"{simulator.check()}\n".encode())
         output.flush()
     else:
@@ -98,4 +100,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -88,7 +88,10 @@ def test_recorded_actions_succeed_again_in_exactly_as_many_steps(simulator, epis
     assert short == Finished(False, steps - 1)
 
 
-def test_the_round_trip_through_a_checkpoints_processors_loses_nothing(simulator, episode, sample):
+@pytest.mark.parametrize("task", range(10))
+def test_the_round_trip_through_a_checkpoints_processors_loses_nothing(simulator, task, sample):
+    (episode,) = ask(simulator, Collect(task, init=3, seed=11, noise=0.5))
+    assert episode.success
     policy = loaded_policy(tiny_config(), sample)
     pre, post = processors(policy.lerobot_config, statistics_tensors(sample.manifest), policy.tokenizer)
     normalised = pre(
@@ -100,10 +103,10 @@ def test_the_round_trip_through_a_checkpoints_processors_loses_nothing(simulator
     )["action"]
     actions = post(normalised).numpy()
     assert np.abs(actions - episode.action).max() < 1e-5
-    *_, end = ask(simulator, begin(len(actions) + 5), Act(actions))
+    *_, end = ask(simulator, Begin(task, 3, 11, len(actions) + 5), Act(actions))
     assert isinstance(end, Finished) and end.success
     mirrored = actions * np.array([1, 1, 1, 1, 1, 1, -1], np.float32)
-    *_, end = ask(simulator, begin(len(actions)), Act(mirrored))
+    *_, end = ask(simulator, Begin(task, 3, 11, len(actions)), Act(mirrored))
     assert isinstance(end, Finished) and not end.success, "a wrong gripper fails"
 
 

@@ -65,7 +65,12 @@ def embed_prefix(core: PI05Pytorch, images: Tensor, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def prefix_kv(core: PI05Pytorch, images: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
-    """Keys (rotary applied) and values of every prefix layer, [B, layers, 2, P, D].
+    """`live_prefix_kv` without autograd."""
+    return live_prefix_kv(core, images, tokens, lengths)
+
+
+def live_prefix_kv(core: PI05Pytorch, images: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
+    """Keys (rotary applied) and values of every prefix layer, [B, layers, 2, P, D], with gradients where enabled.
 
     `lengths` int64 [B] counts the valid prefix tokens; the pads behind them are masked as keys, and their own rows
     are never read. Of the last layer only keys and values are needed, so nothing after them is computed.
@@ -93,6 +98,8 @@ def prefix_kv(core: PI05Pytorch, images: Tensor, tokens: Tensor, lengths: Tensor
 
 def feed_forward(mlp: GemmaMLP, hidden: Tensor) -> Tensor:
     """Gemma's MLP, [B, P, W] → [B, P, W], overwriting its widest activations: without autograd nobody reads them."""
+    if torch.is_grad_enabled():
+        return mlp(hidden)
     gate = mlp.gate_proj(hidden)
     torch.ops.aten.gelu_(gate, approximate="tanh")
     return mlp.down_proj(gate.mul_(mlp.up_proj(hidden)))

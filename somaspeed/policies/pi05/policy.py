@@ -40,6 +40,7 @@ from somaspeed.policies.tokenizer import load_tokenizer, train_tokenizer
 from somaspeed.policies.weights import check_header, find_weights
 
 PATCH = 14  # SigLIP patch side, in pixels
+STATE_BINS = range(-1, 256)  # the numbers that LeRobot's prompt has for a state; -1 lies below the statistics' range
 PUBLISHED_TOKENIZER = "google/paligemma-3b-pt-224"
 HEADS = ("paligemma.lm_head", "gemma_expert.lm_head")  # never used by the action loss
 
@@ -102,8 +103,9 @@ class PI05(Policy[Inputs, Prefix]):
         if size is None:
             stored = Path(self.model_config.path) / "tokenizer"
             return load_tokenizer(str(stored) if stored.is_dir() else PUBLISHED_TOKENIZER)
-        texts = [f"Task: {task}, State: -1 0 1 2 3 4 5 6 7 8 9;\nAction: " for task in self.tasks]
-        return train_tokenizer(texts, size.vocabulary)
+        state = " ".join(map(str, STATE_BINS if size.whole_numbers else range(-1, 10)))
+        texts = [f"Task: {task}, State: {state};\nAction: " for task in self.tasks]
+        return train_tokenizer(texts, size.vocabulary, size.whole_numbers)
 
     def host(self, batch: Batch) -> dict[str, Tensor]:
         """LeRobot's own pre-processor over the low-dimensional columns, and the prompt cut to its bucket."""

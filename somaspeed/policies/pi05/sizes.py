@@ -42,13 +42,18 @@ class Vision(msgspec.Struct, frozen=True):
 
 
 class Size(msgspec.Struct, frozen=True):
-    """A reduced π0.5. `resolution` is the side of the square image the policy sees, in pixels."""
+    """A reduced π0.5. `resolution` is the side of the square image the policy sees, in pixels.
+
+    With `whole_numbers` each number of the prompt's state is one token; published, each digit is one, which a small
+    model learns to read only slowly.
+    """
 
     vlm: Transformer
     expert: Transformer
     vision: Vision
     vocabulary: int
     resolution: int
+    whole_numbers: bool = False
 
 
 SIZES: dict[str, Size | None] = {
@@ -64,8 +69,9 @@ SIZES: dict[str, Size | None] = {
         vlm=Transformer(width=128, depth=4, mlp_dim=256, head_dim=32),
         expert=Transformer(width=192, depth=4, mlp_dim=768, head_dim=32),
         vision=Vision(width=128, depth=4, mlp_dim=384, heads=4),
-        vocabulary=512,
+        vocabulary=1024,
         resolution=84,
+        whole_numbers=True,
     ),
     # Every width a quarter of the published one; depths and token counts as published.
     "mid": Size(
