@@ -2,9 +2,10 @@
 """Give the vision-language part of a small π0.5 sense: train the whole policy end to end, then keep that part.
 
 The stand-in for published pretraining where no weights can be had. Loss and gradients are those of LeRobot's joint
-forward with everything trainable, for several draws of noise and time behind each prefix; data, loop and checkpoints
-are those of somaspeed-train, so the same command with --resume goes on. OUTPUT/pretrained is the result: a LeRobot
-checkpoint with the trained vision-language part and an expert of fresh random weights, to be given as model.path.
+forward with everything trainable, on images shifted by a few pixels, for several draws of noise and time behind each
+prefix; data, loop and checkpoints are those of somaspeed-train, so the same command with --resume goes on.
+OUTPUT/pretrained is the result: a LeRobot checkpoint with the trained vision-language part and an expert of fresh
+random weights, to be given as model.path.
 """
 
 from __future__ import annotations
@@ -32,11 +33,17 @@ EXPERT = ("gemma_expert", "action_in_proj", "action_out_proj", "time_mlp")
 # Of the last prefix layer only keys and values are read.
 UNREAD = ("self_attn.q_proj", "self_attn.o_proj", "mlp", "post_attention_layernorm")
 DRAWS = 2  # of noise and time for each sample: the expert costs less than the prefix before it
+SHIFT = 4  # pixels of 84: as far as the random crops of robomimic's study (arXiv:2108.03298) move an image
 WAVELENGTHS = (8, 1024)  # of the state bins' first embedding, in bins: the shortest and the longest
 
 
 class EndToEnd(PI05):
-    """π0.5 without a frozen part: everything trains, on `DRAWS` draws of noise and time for each sample."""
+    """π0.5 without a frozen part: everything trains, on `DRAWS` draws of noise and time for each sample.
+
+    Training images are shifted by up to `shift` pixels; without gradients, for the held-out loss, they stay.
+    """
+
+    shift = SHIFT
 
     def load(self) -> None:
         super().load()
@@ -78,11 +85,25 @@ class EndToEnd(PI05):
     def expert_loss(self, prefix: Prefix, inputs: Inputs, noise: Tensor, time: Tensor) -> Tensor:
         """The mean over all draws: `noise` [B, D, S, A] and `time` [B, D], of one draw or more."""
         draws = time.shape[1]
+        images = shifted(inputs.images, self.shift, time) if torch.is_grad_enabled() else inputs.images
         with self.precision():
-            kv = live_prefix_kv(self.core, inputs.images, inputs.tokens, inputs.lengths)
+            kv = live_prefix_kv(self.core, images, inputs.tokens, inputs.lengths)
         repeated = Inputs(*(column.repeat_interleave(draws, 0) for column in inputs))
         behind = Prefix(kv.repeat_interleave(draws, 0), repeated.lengths)
         return super().expert_loss(behind, repeated, noise.flatten(0, 1), time.flatten(0, 1))
+
+
+def shifted(images: Tensor, most: int, time: Tensor) -> Tensor:
+    """Each of `images` [B, C, 3, R, R] moved by up to `most` pixels up or down and aside, its edge repeated.
+
+    The drawn `time` is the seed, so that a resumed run shifts alike.
+    """
+    flat, side = images.flatten(0, 1), images.shape[-1]
+    generator = torch.Generator().manual_seed(int(time.cpu().contiguous().view(torch.int32).sum()))
+    corners = torch.randint(2 * most + 1, (len(flat), 2), generator=generator).tolist()
+    padded = nn.functional.pad(flat, [most] * 4, mode="replicate")
+    moved = [image[:, y : y + side, x : x + side] for image, (y, x) in zip(padded, corners, strict=True)]
+    return torch.stack(moved).view_as(images)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from scripts.pretrain_small import DRAWS, EXPERT, EndToEnd, main
+from scripts.pretrain_small import DRAWS, EXPERT, EndToEnd, main, shifted
 from somaspeed.config import load_config
 from somaspeed.policies.pi05.bench import native_losses
 from somaspeed.policies.pi05.policy import STATE_BINS
@@ -34,6 +34,7 @@ def test_the_loss_is_the_policys_and_reaches_all_that_trains(sample):
     frozen = loaded_policy(config, sample)
     whole = EndToEnd(config, sample.manifest, torch.device("cpu"))
     whole.load()
+    whole.shift = 0
     batch = first_batch(frozen, sample, [3, 200, 400])
     inputs = whole.prepare(batch)
     noise, time = (torch.from_numpy(np.stack(drawn)) for drawn in zip(*map(whole.draw, generators(3)), strict=True))
@@ -58,6 +59,21 @@ def test_the_loss_is_the_policys_and_reaches_all_that_trains(sample):
     assert worst(ours, upstream) < 1e-4 < 1e-2 < worst(ours, fewer)
     rest = [name for name, parameter in whole.module.named_parameters() if name not in live]
     assert all("lm_head" in name or "language_model" in name for name in rest)
+
+
+def test_images_are_shifted_alike_for_the_same_draws():
+    images = torch.rand(3, 2, 3, 20, 20)
+    times = torch.rand(3, 2)
+    moved = shifted(images, 4, times)
+    assert torch.equal(moved, shifted(images, 4, times)) and not torch.equal(moved, shifted(images, 4, times / 2))
+    assert torch.equal(images, shifted(images, 0, times))
+    offsets = set()
+    for before, after in zip(images.flatten(0, 1), moved.flatten(0, 1), strict=True):
+        inside = after[:, 4:-4, 4:-4]
+        places = [(y, x) for y in range(9) for x in range(9) if torch.equal(inside, before[:, y : y + 12, x : x + 12])]
+        assert len(places) == 1
+        offsets.add(places[0])
+    assert len(offsets) > 3
 
 
 def test_the_vision_language_part_is_kept_with_a_fresh_expert(sample_dir, tmp_path, capsys):
