@@ -117,7 +117,7 @@ def test_a_killed_rank_is_named_and_another_layout_resumes(tmp_path, sample_dir)
     run(output, sample_dir, 1, 8, resumed)
     lines = logged(output)
     assert [line["step"] for line in lines] == list(range(1, saved + 4))
-    assert lines[:saved] == before[:saved] and lines[saved]["position"] == (saved + 1) * 8 % 428
+    assert lines[:saved] == before[:saved] and lines[saved]["position"] == (saved + 1) * 8 % 426
 
 
 def test_a_layout_that_does_not_fit_the_ranks_is_refused():
