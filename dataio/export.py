@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -22,6 +23,9 @@ from dataio.atomic import PARTIAL, write_bytes
 from dataio.frames import CorruptEpisode, decode_image
 from dataio.manifest import MANIFEST_NAME, DataError, Manifest
 from dataio.reader import ShardReader
+
+if TYPE_CHECKING:
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
 RECORD = Path("meta/somaspeed_export.json")
 IMAGE_THREADS = 4  # of LeRobot's image writer; PNG compression releases the interpreter
@@ -112,13 +116,21 @@ def lerobot_features(manifest: Manifest) -> dict[str, dict[str, Any]]:
     return images | columns
 
 
-def write_dataset(reader: ShardReader, root: Path, episodes: list[int], progress: Progress | None) -> None:
-    """Write every episode in turn through LeRobot's writer to `root`, which must not exist."""
+def lerobot_dataset() -> type[LeRobotDataset]:
+    """LeRobot's dataset class, made quiet: no bar for every episode, no word of a video decoder that we do not use."""
+    logging.getLogger("lerobot.utils.import_utils").setLevel(logging.ERROR)
+    import datasets
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
+    datasets.disable_progress_bars()
+    return LeRobotDataset
+
+
+def write_dataset(reader: ShardReader, root: Path, episodes: list[int], progress: Progress | None) -> None:
+    """Write every episode in turn through LeRobot's writer to `root`, which must not exist."""
     manifest = reader.manifest
     fps: Any = int(manifest.fps) if manifest.fps == int(manifest.fps) else manifest.fps
-    dataset = LeRobotDataset.create(
+    dataset = lerobot_dataset().create(
         f"export/{manifest.name}",
         fps,
         lerobot_features(manifest),

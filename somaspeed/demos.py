@@ -20,6 +20,7 @@ import numpy as np
 from PIL import Image
 
 from dataio.atomic import PARTIAL, write_bytes
+from dataio.export import lerobot_dataset
 from dataio.manifest import DataError
 from somaspeed.sim import protocol
 from somaspeed.sim.pool import Conversation, Pool
@@ -217,11 +218,9 @@ def write(
     progress: Callable[[int], None],
 ) -> None:
     """Write the dataset through LeRobot's own writer, anew: its files cannot be continued after a kill."""
-    from lerobot.datasets.lerobot_dataset import LeRobotDataset
-
     root = work / "dataset"
     shutil.rmtree(root, ignore_errors=True)
-    dataset = LeRobotDataset.create(
+    dataset = lerobot_dataset().create(
         f"somaspeed/{name}",
         FPS,
         features(record.job.store),
