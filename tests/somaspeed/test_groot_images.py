@@ -27,7 +27,7 @@ from tests.somaspeed.groot_cases import groot_config, native_inputs
 
 JITTER = {"brightness": 0.3, "contrast": 0.4, "saturation": 0.5, "hue": 0.08}
 REFERENCE = {name: getattr(torchvision, f"adjust_{name}") for name in OPERATIONS}
-SAMPLES = [0, 66, 261, 520, 523]  # the second is 14 frames before the end of its episode
+SAMPLES = [0, 66, 220, 520, 523]  # the second is 14 frames before the end of its episode, the last two near it
 
 
 def in_qwen_order(patches: Tensor) -> Tensor:
