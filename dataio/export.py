@@ -1,7 +1,8 @@
 """Shards back to a LeRobot v3 dataset, written by LeRobot's own writer: nobody is locked in.
 
 Images become LeRobot's image kind: PNG of the stored image's pixels, so nothing is lost beyond what the shards' own
-codec lost. Columns, tasks and timestamps are equal to the shards'. LeRobot numbers the episodes from 0 in the
+codec lost. Columns, tasks, timestamps and the columns' statistics are equal to the shards': LeRobot's writer averages
+the episodes' quantiles, and a trainer would normalise by others than we do. LeRobot numbers the episodes from 0 in the
 dataset; `meta/somaspeed_export.json` keeps their numbers in the source.
 """
 
@@ -152,6 +153,19 @@ def write_dataset(reader: ShardReader, root: Path, episodes: list[int], progress
         if progress:
             progress(number + 1, len(episodes))
     dataset.finalize()
+    keep_statistics(manifest, root)
+
+
+def keep_statistics(manifest: Manifest, root: Path) -> None:
+    """Put the manifest's exact statistics over those that LeRobot's writer merged from the episodes'."""
+    from lerobot.datasets.io_utils import load_stats, write_stats
+
+    stats = load_stats(root) or {}
+    for key, exact in manifest.statistics.items():
+        for name, values in msgspec.structs.asdict(exact).items():
+            if name in stats.get(key, {}) and name != "count":
+                stats[key][name] = np.asarray(values)
+    write_stats(stats, root)
 
 
 def frame_of(reader: ShardReader, row: int) -> dict[str, Any]:

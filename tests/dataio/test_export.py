@@ -78,6 +78,19 @@ def test_episode_numbers_of_the_source_are_kept_and_timestamps_are_the_sources(d
     assert b"0,\n  2\n" in (tmp_path / "out" / RECORD).read_bytes()
 
 
+def test_statistics_are_the_shards_and_not_the_mean_of_the_episodes_quantiles(dataset, tmp_path, monkeypatch):
+    shards = make_shards(dataset, tmp_path / "shards")
+    exact = ShardReader(shards).manifest.statistics["action"]
+
+    def quantile(out: str) -> np.ndarray:
+        export_dataset(shards, tmp_path / out)
+        return load(tmp_path / out).meta.stats["action"]["q99"]
+
+    assert np.array_equal(quantile("out"), exact.q99)
+    monkeypatch.setattr(export, "keep_statistics", lambda *_: None)
+    assert not np.allclose(quantile("merged"), exact.q99)
+
+
 def test_again_is_nothing_and_other_directories_are_left_alone(dataset, tmp_path):
     shards = make_shards(dataset, tmp_path / "shards")
     out = tmp_path / "out"
