@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Turn shards back into a LeRobot v3 dataset, through LeRobot's own writer.
 
-State, action, their statistics, task and timestamps are equal to the shards'; images are stored as PNG of the shards' images. The
-dataset appears when it is complete: an interrupted export is begun anew by the same command.
+State, action, their statistics, task and timestamps are equal to the shards'; images are stored as PNG of the shards'
+images. The dataset appears when it is complete: an interrupted export is begun anew by the same command.
 """
 
 from __future__ import annotations
