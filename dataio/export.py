@@ -160,12 +160,10 @@ def keep_statistics(manifest: Manifest, root: Path) -> None:
     """Put the manifest's exact statistics over those that LeRobot's writer merged from the episodes'."""
     from lerobot.datasets.io_utils import load_stats, write_stats
 
-    stats = load_stats(root) or {}
-    for key, exact in manifest.statistics.items():
-        for name, values in msgspec.structs.asdict(exact).items():
-            if name in stats.get(key, {}) and name != "count":
-                stats[key][name] = np.asarray(values)
-    write_stats(stats, root)
+    merged = load_stats(root) or {}
+    for key, exact in msgspec.to_builtins(manifest.statistics).items():
+        merged[key] |= {name: np.atleast_1d(values) for name, values in exact.items()}
+    write_stats(merged, root)
 
 
 def frame_of(reader: ShardReader, row: int) -> dict[str, Any]:

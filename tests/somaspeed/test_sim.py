@@ -25,7 +25,7 @@ from tests.somaspeed.cases import loaded_policy, tiny_config
 
 pytestmark = pytest.mark.sim
 COLLECT = Collect(task=0, init=3, seed=11, noise=0.5)
-PATIENCE = 20  # control steps
+PATIENCE = 5  # control steps
 
 
 class Ask:
@@ -109,7 +109,7 @@ def test_the_round_trip_through_a_checkpoints_processors_loses_nothing(simulator
     *_, end = ask(simulator, Begin(task, 3, 11, len(patient)), Act(patient))
     assert isinstance(end, Finished) and end.success
     mirrored = actions * np.array([1, 1, 1, 1, 1, 1, -1], np.float32)
-    *_, end = ask(simulator, Begin(task, 3, 11, len(mirrored)), Act(mirrored))
+    *_, end = ask(simulator, Begin(task, 3, 11, len(actions)), Act(mirrored))
     assert isinstance(end, Finished) and not end.success, "a wrong gripper fails"
 
 
