@@ -47,7 +47,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--rendering",
         choices=RENDERINGS,
         default="full",
-        help="full: the simulator's own pixels; fast: no multi-sampling or mirrors, simpler meshes, much less time",
+        help="full: the simulator's own pixels; fast: no multi-sampling or mirrors, a third of the time",
     )
     add("--workers", type=int, default=default_workers(), metavar="N", help="processes (default: one a core)")
     arguments = parser.parse_args(argv)

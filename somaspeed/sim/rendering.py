@@ -1,7 +1,6 @@
 """Camera images of a MuJoCo scene on the CPU, where time goes with the vertices drawn: what no pixel shows is left out.
 
-`full` gives the pixels that the simulator itself gives. `fast` leaves out multi-sampling and mirrors, and draws meshes
-with fewer triangles.
+`full` gives the pixels that the simulator itself gives. `fast` leaves out multi-sampling and mirrors.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from mujoco import mjtGeom, mjtRndFlag
 from somaspeed.sim.protocol import Rendering
 
 HIDDEN = 5  # a group of geometries that is not drawn
-CELL = 0.004  # metres: within a cube of this side a simplified mesh has one vertex
 FLAT = (mjtGeom.mjGEOM_PLANE, mjtGeom.mjGEOM_BOX)  # the shapes that can mirror
 
 
@@ -29,7 +27,6 @@ class Renderer:
         self._mirrors = rendering == "full"
         if rendering == "fast":
             self._model.vis.quality.offsamples = 0
-            simplify_meshes(self._model, CELL)
             self._context._set_mujoco_context_and_buffers()
 
     def image(self, camera: str) -> np.ndarray:
@@ -64,34 +61,3 @@ class Renderer:
         material = self._model.geom_matid
         shiny = (material >= 0) & (self._model.mat_reflectance[material] > 0)
         return shiny & np.isin(self._model.geom_type, FLAT) & self._context.vopt.geomgroup[groups].astype(bool)
-
-
-def simplify_meshes(model: Any, cell: float) -> None:
-    """Leave out triangles of all meshes that nothing collides with, in place: vertices that share a cube of side `cell`
-    become the one of them that is closest to their mean, and triangles that lose a corner go.
-    """
-    colliding = (model.geom_contype != 0) | (model.geom_conaffinity != 0)
-    solid = model.geom_dataid[(model.geom_type == mjtGeom.mjGEOM_MESH) & colliding]
-    for mesh in np.setdiff1d(np.arange(model.nmesh), solid):
-        start, count = model.mesh_faceadr[mesh], model.mesh_facenum[mesh]
-        first = model.mesh_vertadr[mesh]
-        vertices = model.mesh_vert[first : first + model.mesh_vertnum[mesh]]
-        merged = merge_vertices(vertices, cell)[model.mesh_face[start : start + count]]
-        kept = (merged != np.roll(merged, 1, axis=1)).all(axis=1)
-        if not kept.any():
-            continue
-        model.mesh_facenum[mesh] = number = np.count_nonzero(kept)
-        model.mesh_face[start : start + number] = merged[kept]
-        for corners in (model.mesh_facenormal, model.mesh_facetexcoord):
-            corners[start : start + number] = corners[start : start + count][kept]
-
-
-def merge_vertices(vertices: np.ndarray, cell: float) -> np.ndarray:
-    """For each of float [n, 3] `vertices` the number of the one that takes its place, int [n]."""
-    _, cube = np.unique(np.floor(vertices / cell), axis=0, return_inverse=True)
-    cube = cube.ravel()
-    means = np.stack([np.bincount(cube, along) for along in vertices.T], axis=1) / np.bincount(cube)[:, None]
-    distance = np.square(vertices - means[cube]).sum(axis=1)
-    order = np.lexsort((distance, cube))
-    closest = order[np.searchsorted(cube[order], np.arange(len(means)))]
-    return closest[cube]
