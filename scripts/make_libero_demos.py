@@ -8,7 +8,6 @@ are kept. Frames are rendered afterwards. An interrupted run is resumed by the s
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import time
 from pathlib import Path
@@ -17,7 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dataio.manifest import DataError
-from somaspeed.demos import DemoRecord, Stage, make_demos, task_list
+from somaspeed.arguments import natural, positive, stop_when_terminated, task_list
+from somaspeed.demos import DemoRecord, Stage, make_demos
 from somaspeed.sim.pool import Pool, PoolError, default_workers, simulator_command
 from somaspeed.sim.protocol import RENDERINGS
 
@@ -39,8 +39,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", required=True, type=Path, metavar="DIR", help="the dataset; the same command resumes there")
     add("--tasks", type=task_list, default=None, metavar="all|0,3", help="which of the ten tasks (default: all)")
-    add("--episodes-per-task", type=int, default=50, metavar="N", help="tried; solved ones are kept (default: 50)")
-    add("--seed", type=int, default=0, metavar="S", help="the same seed gives the same episodes (default: 0)")
+    add("--episodes-per-task", type=positive, default=50, metavar="N", help="tried; solved ones are kept (default: 50)")
+    add("--seed", type=natural, default=0, metavar="S", help="the same seed gives the same episodes (default: 0)")
     add("--noise", type=float, default=0.5, metavar="X", help="how much episodes differ, 0 to 1 (default: 0.5)")
     add("--store", choices=("image", "video"), default="image", help="frames as PNG, or AV1 (default: image)")
     add(
@@ -49,10 +49,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         default="full",
         help="full: the simulator's own pixels; fast: no multi-sampling or mirrors, a third of the time",
     )
-    add("--workers", type=int, default=default_workers(), metavar="N", help="processes (default: one a core)")
+    add("--workers", type=positive, default=default_workers(), metavar="N", help="processes (default: one a core)")
     arguments = parser.parse_args(argv)
-    if arguments.episodes_per_task < 1 or arguments.workers < 1 or not 0 <= arguments.noise <= 1:
-        parser.error("--episodes-per-task and --workers must be at least 1, --noise between 0 and 1")
+    if not 0 <= arguments.noise <= 1:
+        parser.error("--noise must be between 0 and 1")
     return arguments
 
 
@@ -129,5 +129,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as by Ctrl-C
+    stop_when_terminated()
     sys.exit(main())

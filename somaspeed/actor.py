@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from dataio.manifest import did_you_mean
-from somaspeed.checkpoint import CheckpointError, find_policy, load_origin, load_processors
+from somaspeed.checkpoint import ORIGIN, CheckpointError, find_policy, load_origin, load_processors
+from somaspeed.policies.base import PolicyError
+from somaspeed.policies.weights import check_loaded, weight_files
 
 OBS_IMAGES, OBS_STATE = "observation.images", "observation.state"
 FLOW_STEPS = ("num_inference_steps", "num_inference_timesteps")  # what LeRobot's policies call them
@@ -41,7 +43,9 @@ class Actor:
         n_action_steps: int | None = None,
         flow_steps: int | None = None,
     ) -> None:
-        """Load it. Raises CheckpointError when it is not a complete LeRobot policy directory."""
+        """Load it. Raises CheckpointError when it is not a complete LeRobot policy directory: LeRobot goes on with
+        random weights where the file's are missing, cannot be read or have other shapes.
+        """
         self.directory = checkpoint_directory(directory)
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.origin = load_origin(self.directory)
@@ -74,8 +78,20 @@ class Actor:
     def _load_policy(self) -> Any:
         from lerobot.policies.factory import get_policy_class
 
-        with loading(self.config.type, self.size):
-            policy = read(get_policy_class(self.config.type).from_pretrained, str(self.directory), config=self.config)
+        try:
+            weight_files(self.directory)
+            if self.config.type == "pi05":  # what its keys are renamed to is known before anything is built
+                importlib.import_module("somaspeed.policies.pi05.policy").check_weights(
+                    self.config, str(self.directory), self.size
+                )
+            with loading(self.config.type, self.size):
+                load = get_policy_class(self.config.type).from_pretrained
+                policy = read(load, str(self.directory), config=self.config)
+            if self.config.type != "pi05":
+                check_loaded(self.directory, policy.state_dict(), self.size)
+        except PolicyError as error:
+            assumed = "" if self.origin else f"\nWithout a {ORIGIN} it counts as one of the published size."
+            raise CheckpointError(f"{error}{assumed}") from None
         return policy.to(self.device).eval()
 
     def untrained(self) -> Actor:
@@ -153,9 +169,11 @@ def read(load: Any, *arguments: Any, **settings: Any) -> Any:
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             return load(*arguments, **settings)
-    except (OSError, KeyError, ValueError, RuntimeError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # of LeRobot, draccus, safetensors or transformers
         where = next((a for a in arguments if isinstance(a, str | Path)), "checkpoint")
-        raise CheckpointError(f"{where}: LeRobot cannot load it: {error}") from error
+        raise CheckpointError(f"{where}: LeRobot cannot load it: {type(error).__name__}: {error}") from error
 
 
 def fingerprint(directory: Path) -> str:

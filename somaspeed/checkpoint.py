@@ -171,7 +171,8 @@ def load_tensors(path: Path, state: TrainingState, optimizer: ArenaAdamW) -> Non
 def load_processors(directory: Path) -> tuple[Any, Any]:
     """LeRobot's pre- and post-processor of checkpoint `directory`, with the tokenizer that is stored in it.
 
-    Works offline and after the checkpoint was moved to another machine.
+    Works offline and after the checkpoint was moved to another machine. Raises CheckpointError when a folder that they
+    read was left behind.
     """
     from lerobot.configs import PreTrainedConfig
     from lerobot.policies.factory import make_pre_post_processors
@@ -179,9 +180,27 @@ def load_processors(directory: Path) -> tuple[Any, Any]:
 
     config = PreTrainedConfig.from_pretrained(str(directory))
     overrides: dict[str, Any] = {}
-    if (directory / "tokenizer").is_dir():
+    if has_folder(directory, "tokenizer", "tokenizer_processor", "tokenizer_name"):
         overrides["tokenizer_processor"] = {"tokenizer": AutoTokenizer.from_pretrained(str(directory / "tokenizer"))}
     folder, step, field = STORED.get(config.type, ("", "", ""))
-    if folder and (directory / folder).is_dir():
+    if folder and has_folder(directory, folder, step, field):
         overrides[step] = {field: str(directory / folder)}
     return make_pre_post_processors(config, str(directory), preprocessor_overrides=overrides)
+
+
+def has_folder(directory: Path, folder: str, step: str, field: str) -> bool:
+    """Whether `folder`, which `field` of the pre-processor's `step` names, is in checkpoint `directory`.
+
+    Raises CheckpointError when it was there where the checkpoint was written.
+    """
+    if (directory / folder).is_dir():
+        return True
+    try:
+        steps = msgspec.json.decode((directory / "policy_preprocessor.json").read_bytes())["steps"]
+        named = [entry["config"].get(field) for entry in steps if entry.get("registry_name") == step]
+    except (OSError, msgspec.MsgspecError, KeyError, TypeError, AttributeError):
+        return False  # LeRobot will say what is wrong with it
+    for path in named:
+        if isinstance(path, str) and Path(path).is_absolute() and Path(path).name == folder:
+            raise CheckpointError(f"{directory}: its {folder}/ is missing; copy the checkpoint whole.")
+    return False

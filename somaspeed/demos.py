@@ -134,11 +134,6 @@ def make_demos(
     return record
 
 
-def task_list(text: str) -> list[int] | None:
-    """`all` (None) or numbers with commas between them; for argparse."""
-    return None if text == "all" else [int(part) for part in text.split(",")]
-
-
 def checked_tasks(ready: Ready, tasks: Sequence[int] | None) -> list[int]:
     """The chosen task numbers, all by default. Raises DataError for one that the suite does not have."""
     for task in tasks or ():
@@ -161,7 +156,11 @@ def claim(work: Path, job: JobRecord) -> None:
     """Say in `work` what it is for. Raises DataError when it is for something else."""
     path = work / "job.json"
     if path.exists():
-        check_same(work, msgspec.json.decode(path.read_bytes(), type=JobRecord), job)
+        try:
+            there = msgspec.json.decode(path.read_bytes(), type=JobRecord)
+        except msgspec.MsgspecError as error:
+            raise DataError(f"{path}: not readable ({error}). Remove {work}, or give another --out.") from None
+        check_same(work, there, job)
     else:
         write_bytes(path, msgspec.json.format(msgspec.json.encode(job), indent=1) + b"\n")
 

@@ -12,7 +12,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a checkpoint is complete; read w
 
 import msgspec  # noqa: E402
 import numpy as np  # noqa: E402
-import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
@@ -20,6 +19,7 @@ from dataio.atomic import write_bytes  # noqa: E402
 from dataio.manifest import Column, DataError  # noqa: E402
 from dataio.reader import ShardReader  # noqa: E402
 from somaspeed.actor import Actor  # noqa: E402
+from somaspeed.arguments import device, natural, stop_when_terminated  # noqa: E402
 from somaspeed.checkpoint import CheckpointError  # noqa: E402
 from somaspeed.doctor import actions, images, inputs, replay  # noqa: E402
 from somaspeed.doctor.findings import Dimension, Finding  # noqa: E402
@@ -27,7 +27,8 @@ from somaspeed.doctor.findings import Dimension, Finding  # noqa: E402
 STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 EPILOG = """\
-exit codes: 0 nothing wrong, 1 problems were found, 2 the examination was not possible
+exit codes: 0 nothing wrong, 1 problems were found, 2 the examination was not possible,
+            130 interrupted
 A policy that passes may still fail in closed loop: somaspeed-eval tells.
 """
 
@@ -55,8 +56,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--checkpoint", required=True, type=Path, metavar="DIR", help="a LeRobot policy directory, or a run's output")
     add("--shards", required=True, metavar="DIR", help="the data it was trained on")
     add("--frames", type=int, default=48, metavar="N", help="training frames to replay (default: %(default)s)")
-    add("--seed", type=int, default=0, metavar="S", help="of the choice of frames and the policy's noise")
-    add("--device", metavar="cpu|cuda", help="of the policy (default: cuda where there is one)")
+    add("--seed", type=natural, default=0, metavar="S", help="of choice of frames and noise (default: %(default)s)")
+    add("--device", type=device, metavar="cpu|cuda", help="of the policy (default: cuda where there is one)")
     add("--json", type=Path, metavar="FILE", help="where the result goes as well")
     arguments = parser.parse_args(argv)
     if arguments.frames < 8:
@@ -67,14 +68,22 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns 0 healthy, 1 problems, 2 not examined."""
     arguments = parse_arguments(argv)
+    stop_when_terminated()
+    console = Console(highlight=False, soft_wrap=True)
     try:
+        if arguments.json:
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
         reader = ShardReader(arguments.shards, "size")
-        device = torch.device(arguments.device) if arguments.device else None
-        actor = Actor(arguments.checkpoint, device)
-        dimensions, findings = examine(actor, reader, arguments.frames, arguments.seed)
+        with console.status("loading the checkpoint") as status:
+            actor = Actor(arguments.checkpoint, arguments.device)
+            status.update(f"replaying {arguments.frames} frames, with the images as they are, turned and exchanged")
+            dimensions, findings = examine(actor, reader, arguments.frames, arguments.seed)
     except (CheckpointError, DataError, OSError) as error:
         print(f"somaspeed-doctor: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     result = Examination(
         str(arguments.checkpoint),
         str(arguments.shards),
@@ -84,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
         dimensions,
         findings,
     )
-    show(Console(highlight=False, soft_wrap=True), result)
+    show(console, result)
     if arguments.json:
         write_bytes(arguments.json, msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     return int(any(finding.level == "problem" for finding in findings))
@@ -103,6 +112,9 @@ def examine(actor: Actor, reader: ShardReader, count: int, seed: int) -> tuple[l
     findings += inputs.check_prompts(actor, frames)
     findings += actions.check_round_trip(actor.preprocessor, actor.postprocessor, frames, names)
     predicted = replay.predict(actor.chunks, frames, frames.images, seed)
+    if not np.isfinite(predicted).all():
+        text = "the policy's actions are not all finite numbers: its weights or statistics are broken"
+        return [], [*findings, Finding("error", "problem", text)]
     mean = np.array(manifest.statistics[replay.ACTION].mean)
     table = replay.dimensions(predicted, frames, mean, names)
     findings += actions.check_errors(table)

@@ -5,23 +5,23 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
-import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a checkpoint is complete; read when the hub's client is imported
 
 import msgspec  # noqa: E402
 import numpy as np  # noqa: E402
-import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 from dataio.atomic import write_bytes  # noqa: E402
 from dataio.manifest import DataError, did_you_mean  # noqa: E402
 from dataio.reader import ShardReader  # noqa: E402
 from somaspeed.actor import Actor, fingerprint  # noqa: E402
+from somaspeed.arguments import device, natural, positive, stop_when_terminated, task_list  # noqa: E402
 from somaspeed.checkpoint import CheckpointError  # noqa: E402
-from somaspeed.demos import CAMERAS, checked_tasks, task_list  # noqa: E402
+from somaspeed.demos import CAMERAS, checked_tasks  # noqa: E402
 from somaspeed.evaluate import report  # noqa: E402
 from somaspeed.evaluate.blind import BLIND, Demonstrations  # noqa: E402
 from somaspeed.evaluate.trials import Driver, Outcome, Records, Settings, Trial, plan, play  # noqa: E402
@@ -51,11 +51,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--suite", default="libero_spatial", help="e.g. libero_spatial, libero_spatial_swap (default: %(default)s)")
     add("--tasks", type=task_list, metavar="all|0,3", help="task numbers (default: all)")
     add("--episodes", type=positive, default=10, metavar="N", help="per task (default: %(default)s)")
-    add("--first-init", type=int, default=0, metavar="K", help="first stored initial state (default: %(default)s)")
-    add("--seed", type=int, default=0, metavar="S", help="of simulator and policy (default: %(default)s)")
+    add("--first-init", type=natural, default=0, metavar="K", help="first stored initial state (default: %(default)s)")
+    add("--seed", type=natural, default=0, metavar="S", help="of simulator and policy (default: %(default)s)")
     add("--n-action-steps", type=positive, metavar="N", help="actions taken of each chunk (default: the policy's)")
     add("--flow-steps", type=positive, metavar="N", help="of the policy's sampler (default: the policy's)")
-    add("--max-steps", type=positive, default=MAX_STEPS, metavar="N", help="control steps (default: %(default)s)")
+    add(
+        "--max-steps",
+        type=positive,
+        default=MAX_STEPS,
+        metavar="N",
+        help="control steps, at most (default: %(default)s, for LIBERO Spatial)",
+    )
     add(
         "--against",
         type=contestants,
@@ -65,10 +71,15 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "network of task and proprioception alone",
     )
     add("--shards", metavar="DIR", help="demonstrations for replay and regressor")
-    add("--workers", type=positive, default=default_workers(), metavar="N", help="environments, 2 GB each")
-    add("--rendering", choices=RENDERINGS, default="full", help="see make_libero_demos.py (default: %(default)s)")
-    add("--videos", type=int, default=1, metavar="N", help="episodes filmed per task (default: %(default)s)")
-    add("--device", metavar="cpu|cuda", help="of the policy (default: cuda where there is one)")
+    add("--workers", type=positive, default=default_workers(), metavar="N", help="environments (default: one a core)")
+    add(
+        "--rendering",
+        choices=RENDERINGS,
+        default="full",
+        help="full: the simulator's own pixels; fast: no multi-sampling or mirrors, a third of the time",
+    )
+    add("--videos", type=natural, default=1, metavar="N", help="episodes filmed per task (default: %(default)s)")
+    add("--device", type=device, metavar="cpu|cuda", help="of the policy (default: cuda where there is one)")
     add("--output", type=Path, metavar="DIR", help="records and videos (default: evaluation/SUITE by the checkpoint)")
     add("--json", type=Path, metavar="FILE", help="where the result goes (default: OUTPUT/result.json)")
     arguments = parser.parse_args(argv)
@@ -84,15 +95,10 @@ def contestants(text: str) -> list[str]:
     return names
 
 
-def positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return number
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns 0, 2 after an error that the user can mend, 130 when interrupted."""
     arguments = parse_arguments(argv)
+    stop_when_terminated()
     console = Console(highlight=False, soft_wrap=True)
     try:
         evaluate(arguments, simulator_command(arguments.suite, arguments.rendering), console)
@@ -107,17 +113,17 @@ def main(argv: list[str] | None = None) -> int:
 
 def evaluate(arguments: argparse.Namespace, command: list[str], console: Console) -> dict:
     """Play, print and store; returns the JSON document. `command` starts a simulator process."""
-    device = torch.device(arguments.device) if arguments.device else None
     with Pool(command, arguments.workers, console.print) as pool:
         ready = pool.greeting()
         tasks = {task: ready.tasks[task].inits for task in checked_tasks(ready, arguments.tasks)}
-        actor = Actor(arguments.checkpoint, device, arguments.n_action_steps, arguments.flow_steps)
+        actor = Actor(arguments.checkpoint, arguments.device, arguments.n_action_steps, arguments.flow_steps)
         actor.check_cameras(CAMERAS)
         settings = settings_of(arguments, actor, ready)
         output = arguments.output or actor.directory.parent / "evaluation" / ready.suite
+        check_inits(tasks, arguments.first_init, arguments.episodes, console)
         trials = plan(tasks, arguments.episodes, arguments.first_init, arguments.seed)
         languages = [task.language for task in ready.tasks]
-        drivers = rivals(arguments, actor, languages, list(tasks))
+        drivers, shown = rivals(arguments, actor, languages, list(tasks))
 
         def contest(name: str, driver: Driver, directory: Path, settings: Settings) -> dict:
             console.print(f"{name}: {len(trials)} episodes")
@@ -128,7 +134,12 @@ def evaluate(arguments: argparse.Namespace, command: list[str], console: Console
 
         result = contest(str(arguments.checkpoint), Sighted(actor, languages), output, settings)
         result["against"] = {
-            name: contest(name, driver, output / name, msgspec.structs.replace(settings, policy=name))
+            name: contest(
+                name,
+                driver,
+                output / name,
+                msgspec.structs.replace(settings, policy=name, demonstrations=shown if driver.blind else ""),
+            )
             for name, driver in drivers.items()
         }
     report.show(console, result)
@@ -166,16 +177,29 @@ class Sighted:
         return self._actor.act(seen.images, seen.state, self._languages[task], seed)
 
 
-def rivals(arguments: argparse.Namespace, actor: Actor, languages: list[str], tasks: list[int]) -> dict[str, Driver]:
-    """The drivers of `--against`, by name."""
+def check_inits(tasks: Mapping[int, int], first: int, episodes: int, console: Console) -> None:
+    """Raise DataError when a task has no initial state number `first`; say so when the episodes use states again."""
+    least = min(tasks.values())
+    if first >= least:
+        raise DataError(f"--first-init {first}: there are {least} stored initial states, 0 to {least - 1}.")
+    if first + episodes > least:
+        console.print(f"after initial state {least - 1} they begin again at 0, with other seeds")
+
+
+def rivals(
+    arguments: argparse.Namespace, actor: Actor, languages: list[str], tasks: list[int]
+) -> tuple[dict[str, Driver], str]:
+    """The drivers of `--against`, by name, and what demonstrations the blind ones know."""
     drivers: dict[str, Driver] = {}
+    shown = ""
     if "untrained" in arguments.against:
         drivers["untrained"] = Sighted(actor.untrained(), languages)
     if BLIND.keys() & set(arguments.against):
         reader = ShardReader(arguments.shards, "size")
         demonstrations = Demonstrations(reader, {task: languages[task] for task in tasks}, actor.n_action_steps)
         drivers |= {name: driver(demonstrations) for name, driver in BLIND.items() if name in arguments.against}
-    return drivers
+        shown = reader.manifest.source.fingerprint
+    return drivers, shown
 
 
 class Counter:
@@ -199,5 +223,4 @@ class Counter:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

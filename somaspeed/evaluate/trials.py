@@ -69,6 +69,7 @@ class Settings(msgspec.Struct, frozen=True):
     first_init: int
     versions: dict[str, str]
     rendering: Rendering = "full"
+    demonstrations: str = ""  # the dataset's fingerprint, where the driver knows one
 
 
 def plan(tasks: Mapping[int, int], episodes: int, first_init: int, seed: int) -> list[Trial]:
@@ -89,7 +90,7 @@ class Records:
         self._path = output / "episodes.jsonl"
         about = output / "evaluation.json"
         if about.exists():
-            there = msgspec.json.decode(about.read_bytes(), type=Settings)
+            there = decode(about, about.read_bytes(), Settings)
             for key in Settings.__struct_fields__:
                 if getattr(there, key) != getattr(settings, key):
                     raise DataError(
@@ -114,7 +115,15 @@ class Records:
         if whole != raw:
             write_bytes(self._path, whole)
         for line in whole.splitlines():
-            yield msgspec.json.decode(line, type=Outcome)
+            yield decode(self._path, line, Outcome)
+
+
+def decode[Kind: Settings | Outcome](path: Path, raw: bytes, kind: type[Kind]) -> Kind:
+    """Raises DataError when `raw`, of file `path`, is not what this program writes."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.MsgspecError as error:
+        raise DataError(f"{path}: not readable ({error}). Remove it, or give another --output.") from None
 
 
 def play(

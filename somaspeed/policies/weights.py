@@ -53,7 +53,7 @@ def weight_files(directory: Path) -> list[Path]:
         index = json.loads((directory / INDEX).read_text())
         files = [directory / name for name in sorted(set(index["weight_map"].values()))]
     except FileNotFoundError:
-        raise PolicyError(f"model.path = {directory}: neither {FILE} nor {INDEX} in it") from None
+        raise PolicyError(f"{directory}: neither {FILE} nor {INDEX} in it; copy the checkpoint whole.") from None
     except (json.JSONDecodeError, KeyError) as error:
         raise PolicyError(f"{directory / INDEX}: not an index of weights: {error}") from None
     for file in files:
@@ -74,6 +74,19 @@ def read_header(file: Path) -> dict[str, Tensor]:
             return {key: torch.empty(handle.get_slice(key).get_shape(), device="meta") for key in handle.keys()}
     except SafetensorError as error:
         raise PolicyError(f"{file}: not a readable safetensors file: {error}") from None
+
+
+def check_loaded(directory: Path, state: dict[str, Tensor], size: str) -> None:
+    """Compare the headers of a checkpoint with the state dict of the policy that LeRobot loaded from it.
+
+    LeRobot itself passes over what is missing or left over. A tensor may be missing that another name shares. Raises
+    PolicyError.
+    """
+    files = weight_files(directory)
+    found = {name: tensor for file in files for name, tensor in read_header(file).items()}
+    shared = {state[name].data_ptr() for name in found.keys() & state.keys()}
+    expected = {name: tensor for name, tensor in state.items() if name in found or tensor.data_ptr() not in shared}
+    compare_shapes(files[0], expected, found, size)
 
 
 def check_header(file: Path, expected: dict[str, Tensor], rename: Rename, size: str) -> None:

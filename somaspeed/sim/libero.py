@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib.metadata
 import io
 import os
@@ -40,7 +41,10 @@ class Suite:
     def __init__(self, name: str, rendering: Rendering = "full") -> None:
         known = sorted(suite for suite in benchmark.get_benchmark_dict() if suite.startswith("libero_"))
         if name not in known:
-            raise SimulatorError(f"suite {name!r} is not in this LIBERO. Known: {', '.join(known)}")
+            near = difflib.get_close_matches(name, known, n=3) or [suite for suite in known if suite.count("_") == 1]
+            raise SimulatorError(
+                f"suite {name!r} is not among this LIBERO's {len(known)}; did you mean {', '.join(near)}?"
+            )
         with contextlib.redirect_stdout(io.StringIO()):
             self._suite = benchmark.get_benchmark(name)(task_order_index=0)
         self.name, self._rendering = name, rendering

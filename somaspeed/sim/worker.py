@@ -88,7 +88,12 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     output = take_over_stdout()
-    simulator = Simulator(arguments.suite, arguments.rendering)
+    from somaspeed.sim.libero import SimulatorError  # which prints
+
+    try:
+        simulator = Simulator(arguments.suite, arguments.rendering)
+    except SimulatorError as error:
+        sys.exit(f"error: {error}")
     if arguments.check:
         output.write(f"{simulator.check()}\n".encode())
         output.flush()

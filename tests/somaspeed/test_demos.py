@@ -13,7 +13,8 @@ from lerobot.processor.env_processor import LiberoProcessorStep
 from scipy.spatial.transform import Rotation
 
 from dataio.manifest import DataError
-from somaspeed.demos import RECORD, make_demos, task_list
+from somaspeed.arguments import task_list
+from somaspeed.demos import RECORD, make_demos
 from somaspeed.sim.oracle import Oracle
 from somaspeed.sim.pool import Pool
 from somaspeed.sim.rotation import about_z, axis_angle, matrix, rotation_vector

@@ -146,6 +146,61 @@ def test_missing_cameras_and_files_are_refused_with_the_closest_name(broken, wor
     assert str(broken) in capsys.readouterr().err
 
 
+def damage(name: str) -> Callable[[Path], object]:
+    """What is done to the weights of a checkpoint."""
+
+    def truncate(file: Path) -> None:
+        file.write_bytes(file.read_bytes()[:100_000])
+
+    def rewrite(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
+        return lambda file: save_file(change(load_file(file)), file)
+
+    def other_shape(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {key: value[:-1].clone() if "action_out_proj" in key else value for key, value in tensors.items()}
+
+    return {
+        "truncated": truncate,
+        "deleted": Path.unlink,
+        "renamed": rewrite(lambda tensors: {f"x.{key}": value for key, value in tensors.items()}),
+        "incomplete": rewrite(lambda tensors: {k: v for k, v in tensors.items() if "action_out_proj" not in k}),
+        "other shape": rewrite(other_shape),
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["truncated", "deleted", "renamed", "incomplete", "other shape"])
+def test_weights_that_lerobot_would_pass_over_are_refused(name, broken, world, capsys):
+    damage(name)(broken / "model.safetensors")
+    assert main(["--checkpoint", str(broken), "--shards", str(world())]) == 2
+    assert "model.safetensors" in capsys.readouterr().err
+
+
+def test_a_reduced_policy_whose_size_is_not_known_is_refused_before_it_is_built(broken, world, capsys):
+    (broken / "somaspeed.json").unlink()
+    assert main(["--checkpoint", str(broken), "--shards", str(world())]) == 2
+    assert "counts as one of the published size" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_was_left_behind_is_missed(broken, world, capsys):
+    shutil.rmtree(broken / "tokenizer")
+    assert main(["--checkpoint", str(broken), "--shards", str(world())]) == 2
+    assert "its tokenizer/ is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[]", '{"type": "pi05", "chunk_size": "many"}', '{"type": "pi05", "nonsense": 1}'])
+def test_a_configuration_that_is_none_is_refused(text, broken, world, capsys):
+    (broken / "config.json").write_text(text)
+    assert main(["--checkpoint", str(broken), "--shards", str(world())]) == 2
+    assert "LeRobot cannot load it" in capsys.readouterr().err
+
+
+def test_actions_that_are_not_numbers_are_named(broken, world, tmp_path):
+    weights = load_file(broken / "model.safetensors")
+    next(value for key, value in weights.items() if key.endswith("action_out_proj.weight"))[0, 0] = torch.nan
+    save_file(weights, broken / "model.safetensors")
+    code, found = examine(broken, world(), tmp_path)
+    assert code == 1 and "not all finite" in found["error"] and found["result"]["dimensions"] == []
+
+
 def test_the_actor_does_what_lerobot_does(trained):
     """The first action equals `select_action` behind the same processors, and depends on nothing but its seed."""
     actor = Actor(trained)

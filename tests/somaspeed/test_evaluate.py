@@ -9,6 +9,7 @@ import sys
 from collections import deque
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -218,6 +219,35 @@ def test_the_command_end_to_end(sample_dir, tmp_path, monkeypatch, capsys):
     assert [{**o, "seconds": 0} for o in again["outcomes"]] == [{**o, "seconds": 0} for o in result["outcomes"]]
     assert cli.main([*arguments, "--seed", "1"]) == 2 and "seed = 0, now it is 1" in capsys.readouterr().err
     assert cli.main([*arguments[:4], "--tasks", "7"]) == 2 and "tasks 0 to 1" in capsys.readouterr().err
+    late = [*arguments, "--output", str(tmp_path / "late"), "--first-init"]
+    assert cli.main([*late, "5"]) == 2 and "5 stored initial states, 0 to 4" in capsys.readouterr().err
+    assert cli.main([*late, "4"]) == 0 and "begin again at 0" in capsys.readouterr().out
+    weights = output / "checkpoints" / "last" / "pretrained_model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert cli.main([*arguments, "--output", str(tmp_path / "cut")]) == 2
+    assert "not a readable safetensors file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argument", ["--seed=-1", "--first-init=-3", "--episodes=0", "--tasks=0-3", "--device=abacus", "--videos=-1"]
+)
+def test_arguments_that_cannot_be_are_refused(argument, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.parse_arguments(["--checkpoint", "x", argument])
+    assert end.value.code == 2 and argument.split("=")[0] in capsys.readouterr().err
+
+
+def test_an_evaluation_goes_on_only_with_the_same_demonstrations_and_whole_records(tmp_path):
+    with_demonstrations = msgspec.structs.replace(SETTINGS, demonstrations="abc")
+    Records(tmp_path, with_demonstrations)
+    with pytest.raises(DataError, match="demonstrations = abc"):
+        Records(tmp_path, SETTINGS)
+    (tmp_path / "episodes.jsonl").write_text("{}\n")
+    with pytest.raises(DataError, match="episodes.jsonl: not readable"):
+        Records(tmp_path, with_demonstrations)
+    (tmp_path / "evaluation.json").write_text("[")
+    with pytest.raises(DataError, match="evaluation.json: not readable"):
+        Records(tmp_path, with_demonstrations)
 
 
 def test_blind_drivers_know_the_demonstrations_and_nothing_else(sample):

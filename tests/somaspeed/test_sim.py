@@ -74,6 +74,14 @@ def test_the_suite_is_libero_spatial(simulator):
     assert ready.versions["mujoco"] == "3.3.7"
 
 
+def test_a_misspelt_suite_is_answered_with_the_closest(tmp_path):
+    with (
+        pytest.raises(PoolError, match="did you mean libero_spatial"),
+        Pool(simulator_command("libero_spatail"), 1, print) as p,
+    ):
+        p.greeting()
+
+
 def test_an_episode_repeats_bit_for_bit_after_another_one(simulator, episode):
     other, again = ask(simulator, Collect(0, 4, 12, 0.5), COLLECT)
     assert np.array_equal(again.action, episode.action) and np.array_equal(again.states, episode.states)

@@ -84,7 +84,7 @@ class PI05(Policy[Inputs, Prefix]):
         )
         self.seed = config.training.seed
         if config.model.path:
-            check_weights(self.lerobot_config, config.model)
+            check_weights(self.lerobot_config, config.model.path, config.model.size)
 
     def load(self) -> None:
         self.module = build_module(self.lerobot_config, self.model_config, self.seed)
@@ -290,11 +290,11 @@ def renamed(shell: nn.Module, config: PI05Config, state: dict[str, Tensor]) -> d
     return {key if key.startswith("model.") else f"model.{key}": value for key, value in fixed.items()}
 
 
-def check_weights(config: PI05Config, model: ModelConfig) -> None:
-    """Compare the checkpoint's header with the policy at `model.size`. Raises PolicyError; reads no weight."""
+def check_weights(config: PI05Config, path: str, size: str) -> None:
+    """Compare the header of checkpoint `path` with the policy at `size`. Raises PolicyError; reads no weight."""
     shell = nn.Module()
-    shell.model = build_on_meta(config, SIZES[model.size])
-    check_header(find_weights(model.path), shell.state_dict(), lambda state: renamed(shell, config, state), model.size)
+    shell.model = build_on_meta(config, SIZES[size])
+    check_header(find_weights(path), shell.state_dict(), lambda state: renamed(shell, config, state), size)
 
 
 def build_module(config: PI05Config, model: ModelConfig, seed: int) -> PI05Policy:
