@@ -19,9 +19,10 @@ from torch import Tensor
 from dataio.manifest import did_you_mean
 from somaspeed.checkpoint import ORIGIN, CheckpointError, find_policy, load_origin, load_processors
 from somaspeed.policies.base import PolicyError
-from somaspeed.policies.weights import check_loaded, weight_files
+from somaspeed.policies.weights import check_loaded, randomise, weight_files
 
 OBS_IMAGES, OBS_STATE = "observation.images", "observation.state"
+BASES = {"groot": "base_model_path", "molmoact2": "checkpoint_path"}  # the field that names a base checkpoint
 FLOW_STEPS = ("num_inference_steps", "num_inference_timesteps")  # what LeRobot's policies call them
 
 
@@ -58,6 +59,9 @@ class Actor:
             raise CheckpointError(
                 f"{directory}: its chunks have {self.chunk_size} actions; {self.n_action_steps} cannot be taken of one."
             )
+        self.config.n_action_steps = self.n_action_steps  # MolmoAct2's chunks have no more
+        if hasattr(self.config, "per_episode_seed"):
+            self.config.per_episode_seed = False  # MolmoAct2 would draw noise that depends on the episodes before
         self._set_flow_steps(flow_steps)
         targets = [key.removeprefix(f"{OBS_IMAGES}.") for key in self.config.image_features]
         targets = [name for name in targets if not name.startswith("empty_camera_")]
@@ -97,9 +101,8 @@ class Actor:
     def untrained(self) -> Actor:
         """The same actor with random weights in place of the checkpoint's."""
         twin = copy.copy(self)
-        with loading(self.config.type, self.size), torch.random.fork_rng([]):
-            torch.manual_seed(0)
-            twin.policy = read(type(self.policy), self.config).to(self.device).eval()
+        twin.policy = copy.deepcopy(self.policy)
+        randomise(twin.policy, seed=0)
         return twin
 
     def check_cameras(self, available: Sequence[str]) -> None:
@@ -150,11 +153,14 @@ def checkpoint_directory(path: Path) -> Path:
 
 
 def load_config(directory: Path) -> Any:
-    """LeRobot's configuration of the checkpoint."""
+    """LeRobot's configuration of the checkpoint. What the policy is built from is taken from inside it, where it is."""
     from lerobot.configs import PreTrainedConfig
 
     importlib.import_module("lerobot.policies")  # registers the policies' configurations
-    return read(PreTrainedConfig.from_pretrained, str(directory))
+    config = read(PreTrainedConfig.from_pretrained, str(directory))
+    if config.type in BASES and (directory / "base").is_dir():
+        setattr(config, BASES[config.type], str(directory / "base"))
+    return config
 
 
 def loading(policy: str, size: str) -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from dataio.manifest import did_you_mean
 from somaspeed.policies.base import PolicyError
@@ -17,6 +17,20 @@ from somaspeed.policies.base import PolicyError
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 Rename = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+@torch.no_grad()
+def randomise(module: nn.Module, seed: int) -> None:
+    """Give `module` random weights from `seed`, the same for every device.
+
+    Matrices have variance 1/fan-in and norm weights lie around one. LeRobot starts some modulations at zero, which
+    would leave most gradients zero; here every weight takes part.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
+        scale = parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.05
+        centre = 1.0 if parameter.ndim == 1 and name.endswith(".weight") else 0.0
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale + centre)
 
 
 def find_weights(path: str) -> Path:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dataio.batch import Batch
+from dataio.encode import decode_image
 from dataio.loader import batches
 from dataio.reader import ShardReader
+from somaspeed.actor import Actor
+from somaspeed.checkpoint import CheckpointError
 from somaspeed.config import Config, parse_config
 from somaspeed.draws import draw_batch
 from somaspeed.policies import policy_class
@@ -46,3 +53,27 @@ def first_batch(policy: Policy, reader: ShardReader, samples: list[int]) -> Batc
             transform=lambda batch: policy.host(batch) | draw_batch(7, batch, policy.draw),
         )
     )
+
+
+def check_actor(finished: Path, sample: ShardReader, moved: Path, part: str) -> None:
+    """Whether the checkpoint of run `finished`, copied to `moved`, acts there as the evaluation and the doctor load it,
+    and is refused without a tensor whose name has `part`, which LeRobot itself passes over.
+    """
+    shutil.copytree((finished / "checkpoints/last/pretrained_model").resolve(), moved)
+    hidden = moved.with_name("hidden")
+    (finished / "checkpoints").rename(hidden)
+    try:
+        actor = Actor(moved, torch.device("cpu"))
+    finally:
+        hidden.rename(finished / "checkpoints")
+    saved, state = load_file(moved / "model.safetensors"), actor.policy.state_dict()
+    assert all(torch.equal(saved[name], state[name]) for name in saved)
+    images = {name: decode_image(sample.encoded(5, name).tobytes()) for name in actor.cameras}
+    frame = images, sample.columns["observation.state"][5], sample.manifest.tasks[sample.task[5]]
+    first, again, other = (actor.act(*frame, seed) for seed in (3, 3, 4))
+    assert first.shape == (actor.n_action_steps, 7) and np.array_equal(first, again)
+    assert not np.array_equal(first, other) and not np.array_equal(first, actor.untrained().act(*frame, 3))
+    del saved[next(name for name in saved if part in name)]
+    save_file(saved, moved / "model.safetensors")
+    with pytest.raises(CheckpointError, match="refusing a partial load|Missing key"):
+        Actor(moved, torch.device("cpu"))

@@ -22,7 +22,7 @@ from somaspeed.checkpoint import load_processors
 from somaspeed.policies.groot import SIZES, Groot, sized
 from somaspeed.train import main
 from tests.conftest import ROOT
-from tests.somaspeed.cases import first_batch, loaded_policy
+from tests.somaspeed.cases import check_actor, first_batch, loaded_policy
 from tests.somaspeed.groot_cases import groot_config
 
 CONFIG = ROOT / "configs" / "groot" / "somaspeed-tiny.toml"
@@ -108,6 +108,10 @@ def test_lerobot_loads_the_checkpoint_and_acts_the_same(finished, sample, tmp_pa
     assert (
         actions[0].shape == (1, 40, 7) and torch.equal(actions[0], actions[1]) and torch.equal(actions[0], actions[2])
     )
+
+
+def test_an_actor_acts_by_it_after_a_move_and_a_partial_one_is_refused(finished, sample, tmp_path):
+    check_actor(finished, sample, tmp_path / "moved", "action_decoder.layer1.W")
 
 
 def test_training_starts_from_a_checkpoint(finished, sample_dir, sample, tmp_path, capsys):

@@ -14,16 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dataio.reader import ShardReader
+from somaspeed.actor import load_config as load_policy_config
 from somaspeed.bench.cli import main as bench
 from somaspeed.checkpoint import load_processors
 from somaspeed.config import load_config
 from somaspeed.policies.molmoact2 import MolmoAct2
-from somaspeed.policies.molmoact2.assemble import load_lerobot
 from somaspeed.policies.molmoact2.base import make_base
 from somaspeed.policies.molmoact2.sizes import SIZES, build_on_meta, model_config
 from somaspeed.train import main
 from tests.conftest import ROOT
-from tests.somaspeed.cases import first_batch, loaded_policy
+from tests.somaspeed.cases import check_actor, first_batch, loaded_policy
 from tests.somaspeed.molmoact2_cases import molmoact2_config
 
 CONFIG = ROOT / "configs" / "molmoact2" / "somaspeed-tiny.toml"
@@ -71,7 +71,8 @@ def test_lerobot_loads_the_checkpoint_and_acts_the_same(finished, sample, tmp_pa
     in_place = MolmoAct2Policy.from_pretrained(str(original)).eval()
     (finished / "checkpoints").rename(tmp_path / "gone")
     try:
-        reloaded, processors = load_lerobot(moved).eval(), load_processors(moved)
+        reloaded = MolmoAct2Policy.from_pretrained(str(moved), config=load_policy_config(moved)).eval()
+        processors = load_processors(moved)
     finally:
         (tmp_path / "gone").rename(finished / "checkpoints")
     saved = load_file(moved / "model.safetensors")
@@ -98,6 +99,10 @@ def test_lerobot_loads_the_checkpoint_and_acts_the_same(finished, sample, tmp_pa
         generator = torch.Generator().manual_seed(3)
         actions.append(after(module.predict_action_chunk(before(frame), generator=generator)))
     assert actions[0].shape == (1, 10, 7) and torch.equal(actions[0], actions[1]) and torch.equal(*actions[1:])
+
+
+def test_an_actor_acts_by_it_after_a_move_and_a_partial_one_is_refused(finished, sample, tmp_path):
+    check_actor(finished, sample, tmp_path / "moved", "action_expert")
 
 
 def test_training_starts_from_a_checkpoint_and_a_partial_one_is_refused(finished, sample_dir, tmp_path, capsys):

@@ -22,7 +22,7 @@ from somaspeed.config import ModelConfig
 from somaspeed.policies.base import PolicyError
 from somaspeed.policies.features import statistics_tensors
 from somaspeed.policies.lerobot import check_supported, checked_options
-from somaspeed.policies.molmoact2.base import NATIVE_BACKEND, OWN, fetch
+from somaspeed.policies.molmoact2.base import NATIVE_BACKEND, fetch
 from somaspeed.policies.molmoact2.sizes import SIZES, build_on_meta, materialise
 from somaspeed.policies.molmoact2.sizes import ModelConfig as CoreConfig
 from somaspeed.policies.weights import compare_shapes, load_weights, read_header, weight_files
@@ -156,17 +156,6 @@ def build_module(
     else:
         materialise(built, device, dtype, seed)
     return wrap(config, built)
-
-
-def load_lerobot(directory: Path) -> MolmoAct2Policy:
-    """LeRobot's policy of checkpoint `directory` by LeRobot's own loading, also after the checkpoint was moved.
-
-    A base checkpoint inside it is found there; LeRobot's configuration names it by the path where it was written.
-    """
-    config = PreTrainedConfig.from_pretrained(str(directory))
-    if (directory / OWN).is_dir():
-        config.checkpoint_path = str(directory / OWN)
-    return MolmoAct2Policy.from_pretrained(str(directory), config=config)
 
 
 def wrap(config: MolmoAct2Config, built: nn.Module) -> MolmoAct2Policy:

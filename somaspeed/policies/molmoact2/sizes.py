@@ -11,6 +11,8 @@ import torch
 from lerobot.policies.molmoact2.molmoact2_hf_model.configuration_molmoact2 import MolmoAct2Config as ModelConfig
 from lerobot.policies.molmoact2.molmoact2_hf_model.modeling_molmoact2 import MolmoAct2ForConditionalGeneration
 
+from somaspeed.policies.weights import randomise
+
 PATCH = 14  # side of a vision patch, in pixels
 ADDITIONAL = 128  # rows of the second embedding table, which holds the image tokens
 MAX_ACTION_DIM = 32  # fixed by the released checkpoints
@@ -167,21 +169,12 @@ def build_on_meta(config: ModelConfig) -> MolmoAct2ForConditionalGeneration:
         return MolmoAct2ForConditionalGeneration(config)
 
 
-@torch.no_grad()
 def materialise(
     model: MolmoAct2ForConditionalGeneration, device: torch.device, dtype: torch.dtype, seed: int
 ) -> MolmoAct2ForConditionalGeneration:
-    """Move a meta model to `device` in `dtype` with random weights from `seed`, the same for every device.
-
-    Matrices have variance 1/fan-in and norm weights lie around one. LeRobot starts the expert's modulations at zero,
-    which would leave most gradients zero; here every weight takes part.
-    """
+    """Move a meta model to `device` in `dtype` with random weights from `seed`; see `randomise`."""
     model.to(dtype).to_empty(device=device)
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        scale = parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.05
-        centre = 1.0 if parameter.ndim == 1 and name.endswith(".weight") else 0.0
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale + centre)
+    randomise(model, seed)
     rotary = model.model.transformer.rotary_emb
     rotary.inv_freq, _ = rotary.rope_init_fn(rotary.config, device)
     return model
