@@ -122,16 +122,20 @@ class Actor:
         batch = {name: image[None] for name, image in images.items()}
         return self.chunks(batch, state[None], [task], seed)[0, : self.n_action_steps]
 
+    def observation(self, images: Mapping[str, np.ndarray], state: np.ndarray, tasks: list[str]) -> dict[str, Any]:
+        """What the pre-processor takes, by LeRobot's keys; see `chunks`."""
+        seen: dict[str, Any] = {OBS_STATE: torch.from_numpy(np.array(state, np.float32)), "task": tasks}
+        for camera in self.cameras:
+            pixels = torch.from_numpy(np.array(images[camera])).permute(0, 3, 1, 2)
+            seen[f"{OBS_IMAGES}.{self.renames.get(camera, camera)}"] = pixels.to(torch.float32) / 255
+        return seen
+
     @torch.no_grad()
     def chunks(self, images: Mapping[str, np.ndarray], state: np.ndarray, tasks: list[str], seed: int) -> np.ndarray:
         """Whole action chunks, float32 [B, chunk, D], of uint8 images [B, H, W, 3] and states float32 [B, S]."""
-        observation: dict[str, Any] = {OBS_STATE: torch.from_numpy(np.array(state, np.float32)), "task": tasks}
-        for camera in self.cameras:
-            pixels = torch.from_numpy(np.array(images[camera])).permute(0, 3, 1, 2)
-            observation[f"{OBS_IMAGES}.{self.renames.get(camera, camera)}"] = pixels.to(torch.float32) / 255
         batch = {
             key: value.to(self.device) if isinstance(value, Tensor) else value
-            for key, value in self.preprocessor(observation).items()
+            for key, value in self.preprocessor(self.observation(images, state, tasks)).items()
         }
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from dataio.manifest import Manifest
+from somaspeed.actor import Actor
 from somaspeed.doctor.findings import Dimension, Finding
 from somaspeed.doctor.replay import Frames
 
@@ -121,7 +122,8 @@ def foreign(where: str, key: str, worst: tuple[float, str, int, float, float], s
 def stored_statistics(pipeline: Any) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
     """(feature, statistics) of every (un)normalising step of a LeRobot pipeline."""
     for step in pipeline.steps:
-        for key, kinds in (getattr(step, "_tensor_stats", None) or {}).items():
+        stored = getattr(step, "_tensor_stats", None) or getattr(step, "stats", None)  # GR00T's steps have the latter
+        for key, kinds in (stored or {}).items():
             yield key, {kind: np.asarray(value, np.float64).ravel() for kind, value in kinds.items() if kind in KINDS}
 
 
@@ -142,14 +144,15 @@ def largest_difference(
     return max(found, default=None)
 
 
-def check_round_trip(preprocessor: Any, postprocessor: Any, frames: Frames, names: list[str]) -> list[Finding]:
+def check_round_trip(actor: Actor, frames: Frames, names: list[str]) -> list[Finding]:
     """Push true actions through normalisation and back: they must come out as they went in."""
     truth = frames.actions[:, 0]
-    observation = {"observation.state": torch.from_numpy(frames.state), "task": frames.tasks}
-    normalised = preprocessor({**observation, ACTION: torch.from_numpy(truth)}).get(ACTION)
+    observation = actor.observation(frames.images, frames.state, frames.tasks)
+    normalised = actor.preprocessor({**observation, ACTION: torch.from_numpy(truth)}).get(ACTION)
     if normalised is None:
         return [Finding("round trip", "note", "the pre-processor passes no actions; their round trip was not checked")]
-    back = postprocessor(normalised[..., : truth.shape[1]]).reshape(truth.shape).numpy()
+    first = normalised[:, 0] if normalised.ndim == 3 else normalised  # GR00T makes chunks of them
+    back = actor.postprocessor(first[:, : truth.shape[1]]).numpy()
     extent = np.maximum(np.ptp(truth, axis=0), 1e-6)
     findings = []
     for dim, name in enumerate(names):

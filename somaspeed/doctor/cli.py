@@ -110,7 +110,7 @@ def examine(actor: Actor, reader: ShardReader, count: int, seed: int) -> tuple[l
     frames = replay.sample_frames(reader, actor.cameras, actor.n_action_steps, count, seed)
     names = dimension_names(manifest.column(replay.ACTION))
     findings += inputs.check_prompts(actor, frames)
-    findings += actions.check_round_trip(actor.preprocessor, actor.postprocessor, frames, names)
+    findings += actions.check_round_trip(actor, frames, names)
     predicted = replay.predict(actor.chunks, frames, frames.images, seed)
     if not np.isfinite(predicted).all():
         text = "the policy's actions are not all finite numbers: its weights or statistics are broken"

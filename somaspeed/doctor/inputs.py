@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from dataio.manifest import Manifest
@@ -38,8 +37,8 @@ def check_prompts(actor: Actor, frames: Frames) -> list[Finding]:
     """Whether every task's prompt reaches the policy whole, and different tasks differently."""
     firsts = {task: row for row, task in reversed(list(enumerate(frames.tasks)))}
     rows = list(firsts.values())
-    state = torch.from_numpy(frames.state[rows])
-    processed = actor.preprocessor({STATE: state, "task": list(firsts)})
+    images = {camera: stack[rows] for camera, stack in frames.images.items()}
+    processed = actor.preprocessor(actor.observation(images, frames.state[rows], list(firsts)))
     tokens, mask = processed.get(TOKENS), processed.get(MASK)
     if tokens is None or mask is None:
         return [Finding("tokenizer", "note", f"a {actor.config.type} policy's prompts are made elsewhere; not checked")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from dataio.reader import ShardReader
 from somaspeed.actor import Actor
 from somaspeed.checkpoint import CheckpointError
 from somaspeed.config import Config, parse_config
+from somaspeed.doctor.cli import main as doctor
 from somaspeed.draws import draw_batch
 from somaspeed.policies import policy_class
 from somaspeed.policies.base import Policy
@@ -57,7 +59,7 @@ def first_batch(policy: Policy, reader: ShardReader, samples: list[int]) -> Batc
 
 def check_actor(finished: Path, sample: ShardReader, moved: Path, part: str) -> None:
     """Whether the checkpoint of run `finished`, copied to `moved`, acts there as the evaluation and the doctor load it,
-    and is refused without a tensor whose name has `part`, which LeRobot itself passes over.
+    is examined, and is refused without a tensor whose name has `part`, which LeRobot itself passes over.
     """
     shutil.copytree((finished / "checkpoints/last/pretrained_model").resolve(), moved)
     hidden = moved.with_name("hidden")
@@ -73,6 +75,13 @@ def check_actor(finished: Path, sample: ShardReader, moved: Path, part: str) -> 
     first, again, other = (actor.act(*frame, seed) for seed in (3, 3, 4))
     assert first.shape == (actor.n_action_steps, 7) and np.array_equal(first, again)
     assert not np.array_equal(first, other) and not np.array_equal(first, actor.untrained().act(*frame, 3))
+    report = moved.with_name("doctor.json")
+    examine = ["--checkpoint", str(moved), "--shards", str(sample.directory), "--frames", "8", "--json", str(report)]
+    assert doctor(examine) in (0, 1)
+    found = json.loads(report.read_text())
+    levels = {finding["check"]: finding["level"] for finding in found["findings"]}
+    assert len(found["dimensions"]) == 7
+    assert [levels[check] for check in ("key map", "statistics", "round trip")] == ["ok"] * 3
     del saved[next(name for name in saved if part in name)]
     save_file(saved, moved / "model.safetensors")
     with pytest.raises(CheckpointError, match="refusing a partial load|Missing key"):
